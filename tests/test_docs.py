@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -34,17 +34,12 @@ from tests.harness.stores import Versioned
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-OWN_TESTS = {"after_training.md", "models.md", "README.md"}  # they need more than is printed
+OWN_TESTS = {"after_training.md", "models.md"}  # they need more than is printed
 AGAIN = "`make docs` writes it again"
 
 
 def blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-
-
-WITH_BLOCKS = [
-    page for page in PAGES if blocks(page) and page.name not in OWN_TESTS and page.parent.name != "tutorials"
-]
 
 
 README = ROOT / "README.md"
@@ -180,7 +175,6 @@ class Shell:
     """Runs lines of a shell in this process; downloads are skipped, and a stock config reads small local files."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        self.ran: list[str] = []
         self.patch = patch
         once = {"max_steps_per_epoch": 1, "gradient_accumulation_steps": 1}
         stock = shrunk_config(STOCK, folder, **once)
@@ -190,7 +184,6 @@ class Shell:
 
     def __call__(self, line: str) -> None:
         program, *words = shlex.split(line)
-        self.ran.append(f"{program} {words[0]}")
         if program == "pip":
             [wanted] = re.findall(r"\.\[(.*)\]", words[1])
             extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -217,63 +210,55 @@ class Shell:
 
 
 TUTORIALS = [README, *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
-
-
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-@pytest.mark.usefixtures(shrunk.__name__)
-@pytest.mark.filterwarnings("ignore")  # of transformers and torchtune
-def test_a_tutorials_blocks_run_as_printed(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One after the other, in this process, beside small data and a small model."""
-    pytest.importorskip("rich")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    monkeypatch.setitem(SIZES, "max_seq_len", 4096)
-    make_model(tmp_path / "my_model")
-    make_data(tmp_path)
-    before = fsspec.get_filesystem_class("s3")
-    fsspec.register_implementation("s3", Bucket, clobber=True)
-    Bucket(skip_instance_cache=True).pipe("/my-bucket/text/a.jsonl", Path("data/rows.jsonl").read_bytes())
-    shell, names = Shell(tmp_path, monkeypatch), {"__name__": "page"}
-    for number, (language, block) in enumerate(fences(page)):
-        if language == "python":
-            exec(compile(block, f"{page.name}, block {number}", "exec"), names)
-        elif not language:
-            for line in block.splitlines():
-                shell(line)
-    fsspec.register_implementation("s3", before, clobber=True)
-    assert {
-        "README": "python -m",
-        "fine_tune_chats": "python -m",
-        "run_a_stock_config": "streampack validate",
-    }.get(page.stem, "streampack run") in shell.ran
+GUIDES = [page for page in PAGES if blocks(page) and page not in TUTORIALS and page.name not in OWN_TESTS]
 
 
 def test_there_are_pages_with_blocks() -> None:
-    assert {"index.md", "data.md", "hugging_face.md", "several_devices.md"} <= {
-        page.name for page in WITH_BLOCKS
-    }
+    assert {"index.md", "data.md", "several_devices.md"} <= {page.name for page in GUIDES}
+    for page, line in zip(
+        TUTORIALS, ("python -m", "python -m", "run pretrain", "validate", "run dpo"), strict=True
+    ):
+        assert any(line in text for language, text in fences(page) if not language), page
 
 
-@pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.name)
-@pytest.mark.filterwarnings("ignore")  # of transformers and TRL, which a reader sees and may ignore
-def test_python_blocks_run_as_printed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other, in a folder with data/*.jsonl, chats/*.jsonl and my_model; ``model`` is loaded from it."""
+@pytest.fixture
+def bucket(tmp_path: Path) -> Iterator[None]:
+    before = fsspec.get_filesystem_class("s3")
+    fsspec.register_implementation("s3", Bucket, clobber=True)
+    yield
+    fsspec.register_implementation("s3", before, clobber=True)
+
+
+@pytest.mark.parametrize("page", [*TUTORIALS, *GUIDES], ids=lambda page: page.stem)
+@pytest.mark.usefixtures(shrunk.__name__, bucket.__name__)
+@pytest.mark.filterwarnings("ignore")  # of other libraries, which a reader sees and may ignore
+def test_blocks_run_as_printed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python one after the other, in a folder with small data and ``my_model``; in tutorials lines of a shell, too.
+
+    Guides have ``model`` and ``tokenizer``.
+    """
     transformers = pytest.importorskip("transformers")
-    if "trl" in page.read_text(encoding="utf-8"):
-        pytest.importorskip("trl")
-    make_data(tmp_path)
-    make_model(tmp_path / "my_model")
+    for name in ("trl", "rich"):
+        if name == "rich" or name in page.read_text(encoding="utf-8"):
+            pytest.importorskip(name)
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {
-        "__name__": "page",
-        "model": transformers.AutoModelForCausalLM.from_pretrained("my_model"),
-        "tokenizer": byte_level(),
-    }
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    for number, block in enumerate(blocks(page)):
-        exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setitem(SIZES, "max_seq_len", 4096)
+    make_model(tmp_path / "my_model")
+    make_data(tmp_path)
+    Bucket(skip_instance_cache=True).pipe("/my-bucket/text/a.jsonl", Path("data/rows.jsonl").read_bytes())
+    names: dict[str, Any] = {"__name__": "page"}
+    if page in GUIDES:
+        names["model"] = transformers.AutoModelForCausalLM.from_pretrained("my_model")
+        names["tokenizer"] = byte_level()
+    shell = Shell(tmp_path, monkeypatch) if page in TUTORIALS else None
+    for number, (language, block) in enumerate(fences(page)):
+        if language == "python":
+            exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+        elif not language and shell:
+            for line in block.splitlines():
+                shell(line)
 
 
 LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
