@@ -88,9 +88,9 @@ class Boundaries:
 def cu_seqlens_of(seq_lens: torch.Tensor, *, max_seq_len: int) -> torch.Tensor:
     """Return the cumulative sequence lengths of a batch, all packs laid end to end.
 
-    Every pack has ``segments + 1`` entries; those that it does not need are empty sequences at its end. The sequences
-    cover all tokens, padding too, because kernels leave the output of other tokens uninitialised. Nothing is copied to
-    the host.
+    Every pack has ``segments + 1`` entries; those that it does not need are empty sequences at its end. With
+    ``max_seqs_per_pack``, all batches have the same number, as CUDA graphs need. The sequences cover all tokens,
+    padding too, because kernels leave the output of other tokens uninitialised. Nothing is copied to the host.
 
     >>> cu_seqlens_of(torch.tensor([[3, 2, 1], [4, 2, 0]]), max_seq_len=6).tolist()
     [0, 3, 5, 6, 6, 10, 12, 12, 12]

@@ -1,7 +1,6 @@
 """flash-attn does not run on a CPU: stand-ins take the place of its function and of torch's switch.
 
-The signature of generation 2 is from github.com/Dao-AILab/flash-attention, flash_attn/flash_attn_interface.py. The
-stand-in computes varlen attention.
+Calls are compared with the arguments of ``flash_attn_varlen_func``, as its sources have them.
 """
 
 from __future__ import annotations
@@ -21,16 +20,27 @@ from tests.oracle.attention import tensors
 
 CUDA = torch.device("cuda")
 CUTS = torch.tensor([0, 7, 7, 20], dtype=torch.int32)
-PARAMETERS = (
-    *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "dropout_p"),
-    *("softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic"),
-    *("return_attn_probs", "block_table"),
-)
+# From github.com/Dao-AILab/flash-attention, August 2026, without the arguments that only inference has.
+SIGNATURES = {
+    # flash_attn/flash_attn_interface.py
+    2: """q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal window_size softcap
+        alibi_slopes deterministic return_attn_probs block_table""",
+    # hopper/flash_attn_interface.py
+    3: """q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q seqused_k softmax_scale causal qv
+        q_descale k_descale v_descale window_size attention_chunk softcap num_splits pack_gqa deterministic sm_margin
+        return_attn_probs""",
+    # flash_attn/cute/interface.py; here an infinite window is None, so torch calls it, and not this package
+    4: """q k v qv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k min_seqlen_k seqused_q seqused_k
+        gather_kv_indices page_table softmax_scale causal window_size learnable_sink softcap num_splits pack_gqa
+        deterministic score_mod mask_mod return_lse""",
+}
 
 
 def generation_2(*args: Any, **given: Any) -> torch.Tensor:
-    given |= zip(PARAMETERS, args, strict=False)
-    assert given.keys() <= set(PARAMETERS)
+    """Compute varlen attention; by position, only what all generations have there."""
+    for names in SIGNATURES.values():
+        assert given.keys() <= {*names.split()} - {*names.split()[: len(args)]}
+    given |= zip(("q", "k", "v"), args, strict=True)
     assert given["v"].shape == given["k"].shape, "it has one number of channels for both"
     before, behind = given["window_size"]
     assert given["causal"]
