@@ -33,12 +33,7 @@ def auto_backends(device: torch.device) -> tuple[str, ...]:
 def why_not_backend(
     attention: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None
 ) -> str | None:
-    """Return why a backend cannot compute this attention, or None if it can.
-
-    Raises:
-        ValueError: if ``attention="flash"`` and flash-attn does not support the device.
-        ImportError: if ``attention="flash"`` and no flash-attn for the device is installed.
-    """
+    """Return why a backend cannot compute this attention, or None if it can."""
     if attention == "flash":
         choose_flash(device, softcap=softcap)
         return why_not_varlen(dtype=dtype, head_dim=head_dim)

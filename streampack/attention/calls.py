@@ -15,8 +15,7 @@ from torch import nn
 from streampack.attention.pretrained import find_pretrained, unprepared
 from streampack.packing.batch import Batch
 
-# Of a larger vocabulary, at least so many columns are compared, and fewer than twice as many. All logits of a long pack
-# would take gigabytes.
+# Larger vocabularies are compared in a sample of 1x to 2x this many columns: all logits of a long pack take gigabytes.
 COMPARED_COLUMNS = 4096
 
 PREPARED: WeakKeyDictionary[nn.Module, Callable[[nn.Module], Callable[..., dict[str, Any]]]] = (
@@ -93,9 +92,6 @@ def logits_of(output: Any, *, tokens: int) -> torch.Tensor:
     """Extract the logits of a single pack, ``[tokens, columns]``, from a model's output.
 
     Of a vocabulary of 8,192 entries or more, only every n-th column is kept.
-
-    Raises:
-        ValueError: if the output does not hold logits of every token.
     """
     chunks = output if isinstance(output, list) else [output]  # torchtune's output chunks
     if not torch.is_tensor(chunks[0]):

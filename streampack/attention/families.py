@@ -101,7 +101,7 @@ def why_not_family(config: Any, attention: str, *, sinks: bool = False) -> str |
 
 
 def takes_no_masks(config: Any) -> bool:
-    """Return whether a router's loss reads the model's mask as one of padding, so that none of pairs can be given."""
+    """Return whether a router's loss reads the model's mask as one of padding, so that it cannot be one of pairs."""
     return bool(getattr(config, "output_router_logits", False))
 
 
@@ -161,7 +161,7 @@ def _ropes(config: Any) -> list[dict[str, Any]]:
 def limits_of(config: Any, kind: str | None) -> tuple[int | None, int | None]:
     """Return the window and the chunk of a type of layers, in tokens; None is the type of a config that names none.
 
-    A window counts the query's own token; a chunk begins anew at multiples of its length.
+    A window counts the query's own token; chunks begin at multiples of their length.
     """
     window: int | None = getattr(config, "sliding_window", None) or None
     chunk: int | None = getattr(config, "attention_chunk_size", None)
@@ -213,7 +213,7 @@ def _learned_tables(model: nn.Module) -> Iterator[nn.Embedding]:
 def _text_modules(
     model: nn.Module, name: str = "", model_type: str | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) of a model's parts, leaving out inner models of another modality."""
+    """Yield (name, module) of a model's parts, without inner models of another modality."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         own = config.get_text_config().model_type

@@ -49,7 +49,7 @@ def document_ids(seq_lens: torch.Tensor, *, max_seq_len: int) -> torch.Tensor:
     """Return the number of each token's sequence in its pack, ``[batch, max_seq_len]`` int64, from 0.
 
     Padding is a sequence of its own. ``seq_lens`` ``[batch, segments]`` may have zeros at the end of a row, and may
-    leave out the padding's length. Nothing is copied to the host.
+    lack the padding's length.
 
     >>> document_ids(torch.tensor([[3, 2, 1], [4, 2, 0]], dtype=torch.int32), max_seq_len=6)
     tensor([[0, 0, 0, 1, 1, 2],
@@ -89,7 +89,7 @@ def as_packed(batch: Packed | Mapping[str, Any]) -> Packed:
     if not isinstance(batch, Mapping):
         if isinstance(batch, Batch) and batch.media is not None:
             raise ValueError(
-                "the batch has images, and text alone is expected here; only Hugging Face models are given images, by "
+                "the batch has images, and text alone is expected here; only Hugging Face models take images, by "
                 "prepare_model_for_packing"
             )
         return batch
@@ -103,7 +103,7 @@ def as_packed(batch: Packed | Mapping[str, Any]) -> Packed:
         seq_lens = ends.diff()[None].to(tokens.device, non_blocking=True)
     elif seq_lens is None:
         ids = _mark_starts(batch, tokens).cumsum(1) - 1
-        # Counting the sequences on another device would make the host wait; they are at most as many as tokens.
+        # Counting sequences on another device would make the host wait. There are no more than tokens.
         most = int(ids.max()) + 1 if ids.device.type == "cpu" else ids.shape[1]
         seq_lens = torch.zeros(len(ids), most, dtype=torch.int32, device=ids.device)
         seq_lens.scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.int32))
@@ -128,7 +128,7 @@ def _mark_starts(batch: Mapping[str, Any], tokens: torch.Tensor) -> torch.Tensor
     """Mark the tokens at which a sequence begins: ``[batch, tokens]`` bool."""
     starts = torch.zeros_like(tokens, dtype=torch.bool)
     starts[:, :1] = True
-    # How each goes on within a sequence.
+    # By how much each grows within a sequence.
     steps = {"seq_idx": 0, "position_ids": 1, "input_pos": 1, "attention_mask": 0}
     found = {name: batch[name] for name in steps if batch.get(name) is not None}
     for name, values in found.items():
@@ -177,7 +177,7 @@ def visible_of(batch: Packed) -> torch.Tensor | None:
     size = batch.seq_lens.shape[1] + 1
     table = torch.zeros(len(batch.seq_lens), size, size, dtype=torch.bool, device=batch.seq_lens.device)
     table[:, :-1].scatter_(2, batch.groups.paths, True)
-    table[:, :, -1] = False  # what stands in the paths in front of a root
+    table[:, :, -1] = False  # fills the paths before a root
     table.diagonal(dim1=1, dim2=2).fill_(True)
     return table
 

@@ -38,7 +38,7 @@ def dense_mask(
              [0, 0, 0, 1]]], dtype=torch.int32)
 
     Args:
-        seq_lens: ``[batch, segments]``, as in a `Batch`; the padding's length may be left out.
+        seq_lens: ``[batch, segments]``, as in a `Batch`; the padding's length may be missing.
         max_seq_len: the length of a pack.
         window: how many tokens a query attends to, its own included; None: all before it in its sequence.
         chunk: length of the chunks, counted from each sequence's beginning, that do not see one another.
@@ -111,7 +111,7 @@ def flex_mask(
 
     first_ids = ids[:, ::BLOCK_SIZE]  # [batch, blocks]
     numbers = torch.arange(first_ids.shape[1], device=ids.device)
-    # [blocks, blocks]: how many blocks lie between the keys and the queries after them
+    # [blocks, blocks]: how many blocks separate the keys from the queries after them
     distance = numbers[:, None] - numbers
     # A block that reaches past the end of the pack is never full.
     whole = (distance > 0) & ((numbers + 1) * BLOCK_SIZE <= max_seq_len)[:, None]
@@ -135,7 +135,7 @@ def flex_mask(
         full = some & single[:, :, None] & single[:, None, :] & whole & (window is None)
     full = full & (chunk is None)
     if blocks is not None:
-        # A run that goes on behind a block of queries holds its last token, and the first of the next.
+        # A run that continues after a block of queries holds its last token, and the first of the next.
         first, last = blocks[:, ::BLOCK_SIZE], blocks[:, BLOCK_SIZE - 1 :: BLOCK_SIZE]
         last = nn.functional.pad(last, (0, first.shape[1] - last.shape[1]), value=-1)
         some = some | (distance < 0) & (last[:, :, None] == first[:, None, :]) & (first >= 0)[:, None, :]

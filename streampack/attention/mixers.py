@@ -64,7 +64,7 @@ def find_mixers(model: nn.Module) -> list[nn.Module]:
 def split_mixers(model: nn.Module, mixers: list[nn.Module]) -> None:
     """Let the mixers of a model keep sequences apart where a ``forward`` is given `LENGTHS`.
 
-    The model's may be, and that of each model in it, such as the decoder below the head. A model may be given again.
+    The model's may be, and that of each model in it, such as the decoder below the head. A model may be split again.
     """
     from transformers import PreTrainedModel
 
@@ -152,7 +152,7 @@ class _Sequences:
         """Return ``seq_idx`` ``[1, tokens]`` and ``cu_seqlens`` ``[sequences + 1]``, both int32.
 
         They are made once a pass: flash-linear-attention derives more from ``cu_seqlens``, and keeps that for as long
-        as it is given the same tensor.
+        as it gets the same tensor.
         """
         if "kernels" not in self._made:
             lengths = self._lengths
@@ -245,7 +245,7 @@ def _argument_names(kind: type[nn.Module]) -> list[str]:
 def _select(name: str, value: Any, index: torch.Tensor | None, shape: torch.Size) -> Any:
     """Select tokens of an argument with a value for each, or of several such; return others as they are.
 
-    A mask of padding is left out, because a sequence has none. ``index`` ``[sequences, size]`` is of the tokens of the
+    Masks of padding are dropped, because a sequence has none. ``index`` ``[sequences, size]`` is of the tokens of the
     packs laid end to end; None: all of them, as one sequence.
     """
     if name in _MASKS:

@@ -78,7 +78,7 @@ def prepare_model_for_packing(model: nn.Module, *, attention: str = "auto") -> I
     Args:
         model: the model, on the device and in the dtype in which it will train, and under autocast if it trains (or is
             sharded to compute) in another dtype than that of its weights. LoRA, activation checkpointing,
-            ``torch.compile`` and FSDP2 may be applied before or after. A Hugging Face model of which nothing is known
+            ``torch.compile`` and FSDP2 may be applied before or after. A Hugging Face model of an unknown family
             is tried when its first inputs are made.
         attention: ``"dense"``, a boolean mask, works anywhere; time and memory grow with ``max_seq_len ** 2``.
             ``"sdpa"``, torchtune's and transformers' name for it, is the same. ``"flex"`` skips blocks of tokens that

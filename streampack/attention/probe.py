@@ -208,7 +208,7 @@ def find_leaks(
                 # windows move many tokens, so the mean counts.
                 moves.append(Leak("alone", sample, float(distances(own, place).mean())))
         if module is not None:
-            sample = min(3, len(places) - 1)  # behind the others, and no prompt
+            sample = min(3, len(places) - 1)  # after the others, and no prompt
             own = torch.zeros(pack.tokens.shape[1], dtype=torch.bool, device=device)
             for number in paths[sample]:
                 own[places[number]] = True

@@ -1,4 +1,4 @@
-"""torchtune models on packed batches: `Sequences` is given in place of a mask, to attention modules that accept it."""
+"""torchtune models on packed batches: attention modules get `Sequences` in place of a mask."""
 
 from __future__ import annotations
 
@@ -79,12 +79,7 @@ class TorchtuneInputs:
         return min(filter(None, windows), default=None)
 
     def __call__(self, batch: Packed | Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``tokens``, ``mask`` and ``input_pos``.
-
-        Raises:
-            ValueError: if the rows are longer than the model's ``max_seq_len``, have ids that it does not have (on the
-                CPU), or it has key-value caches, which would mix batches.
-        """
+        """Return ``tokens``, ``mask`` and ``input_pos``."""
         batch = as_packed(batch)
         size = batch.tokens.shape[1]
         self.require_length(size)
@@ -105,11 +100,7 @@ class TorchtuneInputs:
         require_token_ids(tokens, self.model.tok_embeddings.num_embeddings)
 
     def require_length(self, max_seq_len: int) -> None:
-        """Check that packs are not longer than the model's ``max_seq_len``.
-
-        Raises:
-            ValueError: if they are.
-        """
+        """Check that packs are not longer than the model's ``max_seq_len``."""
         limit = self.model.max_seq_len
         if isinstance(limit, int) and max_seq_len > limit:
             raise ValueError(
@@ -130,11 +121,7 @@ make_inputs = TorchtuneInputs
 
 
 def find(model: nn.Module) -> TransformerDecoder:
-    """Return the decoder inside ``torch.compile`` (``_orig_mod``) and DistributedDataParallel (``module``).
-
-    Raises:
-        ValueError: for another model, and for a decoder of unknown attention.
-    """
+    """Return the decoder inside ``torch.compile`` (``_orig_mod``) and DistributedDataParallel (``module``)."""
     from torchtune.modules import TransformerDecoder
 
     inner: object = model
@@ -158,11 +145,7 @@ def set_up(decoder: TransformerDecoder, _attention: str) -> None:
 
 
 def _attentions(decoder: TransformerDecoder) -> list[Attention]:
-    """Return the attention modules, one for each layer.
-
-    Raises:
-        ValueError: for a layer with unknown attention, or with other than causal self-attention without a cache.
-    """
+    """Return the attention modules, one for each layer."""
     from torchtune.modules import TransformerCrossAttentionLayer, TransformerSelfAttentionLayer
 
     found = []
@@ -185,7 +168,7 @@ def _attentions(decoder: TransformerDecoder) -> list[Attention]:
             raise ValueError(_WITH_CACHE.format(f"layer {number}"))
         if not attention.is_causal:
             raise ValueError(
-                f"layer {number} sees tokens ahead (is_causal=False), which a pack's masks hide; train this model "
+                f"layer {number} sees later tokens (is_causal=False), which a pack's masks hide; train this model "
                 "without packing"
             )
         found.append(attention)

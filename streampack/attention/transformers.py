@@ -75,11 +75,6 @@ class TransformersInputs:
         """Return keyword arguments on the batch's device; with ``labels`` where a dict has them.
 
         Positions are computed from ``seq_lens``, also if a dict has ``position_ids``.
-
-        Raises:
-            ValueError: if packs are too long for the model, the batch has anything but text or, on the CPU, ids that
-                the model does not have, a dict does not say where its samples begin (see `as_packed`), the model's
-                attention was changed, or a model of which nothing is known mixes samples.
         """
         if isinstance(batch, Mapping):
             if found := [name for name in _MEDIA if name in batch]:
@@ -130,11 +125,7 @@ class TransformersInputs:
         return families.media_tokens(self.model)
 
     def require_tokens(self, tokens: torch.Tensor) -> None:
-        """Check ids that are on the CPU: a number from another device would hold up the host.
-
-        Raises:
-            ValueError: if the model has no embedding for one, or one stands for an image, video or sound.
-        """
+        """Check ids that are on the CPU: a number from another device would hold up the host."""
         try:  # moshi has one more than its config says
             size = int(max(self._config.vocab_size, self.model.get_input_embeddings().num_embeddings))
         except (NotImplementedError, AttributeError):  # its embeddings are hidden, or have no such number
@@ -149,11 +140,7 @@ class TransformersInputs:
                 )
 
     def require_length(self, max_seq_len: int) -> None:
-        """Check that packs are not longer than the model's table of positions, nor too long to keep samples apart.
-
-        Raises:
-            ValueError: if they are.
-        """
+        """Check that packs are not longer than the model's table of positions, nor too long to keep samples apart."""
         limit = self._longest_pack
         if limit is not None and max_seq_len > limit[0]:
             raise ValueError(f"max_seq_len is {max_seq_len}, {limit[1]}; set max_seq_len={limit[0]} or less")
@@ -173,7 +160,7 @@ class TransformersInputs:
         return None
 
     def _limited(self, batch: Packed, positions: torch.Tensor) -> torch.Tensor:
-        """Return positions of which none is beyond the model's longest sample; padding may be longer than that."""
+        """Return positions below the length of the model's longest sample, which padding may exceed."""
         limit = families.longest_sample(self._config, self.attention)
         if limit is None:
             return positions
@@ -196,7 +183,7 @@ class TransformersInputs:
     ) -> Mask | dict[str, Mask]:
         """Return the ``attention_mask`` of the model: a mask, or one for each type of layer if its config names types.
 
-        Windows and chunks are counted by positions, because other answers may lie between a token and its prefix.
+        Windows and chunks are counted by positions, because other answers may separate a token from its prefix.
         """
         seq_lens, size = batch.seq_lens, batch.tokens.shape[1]
         visible = visible_of(batch)
@@ -238,11 +225,7 @@ class TransformersInputs:
         return added.masked_fill_(~allowed, torch.finfo(self.model.dtype).min)[:, None]
 
     def _require_prepared(self) -> None:
-        """Check that nobody has switched the model's attention since it was prepared.
-
-        Raises:
-            ValueError: if somebody has.
-        """
+        """Check that nobody has switched the model's attention since it was prepared."""
         if (now := current_attention(self.model)) != _implementation_name(self.model, self.attention):
             raise ValueError(
                 f"the model was prepared with attention={self.attention!r}, and its attention was changed to {now!r} "
@@ -250,11 +233,7 @@ class TransformersInputs:
             )
 
     def _try_once(self) -> None:
-        """Try a model of which nothing is known, on the device and in the dtype in which it trains.
-
-        Raises:
-            ValueError: if it mixes samples, or cannot be called with packs at all.
-        """
+        """Try a model of an unknown family, on the device and in the dtype in which it trains."""
         if self.model in TRIED:
             return
         if _is_known(self.model) and not self._mixers:
@@ -276,11 +255,7 @@ make_inputs = TransformersInputs
 
 
 def find(model: nn.Module) -> Any:
-    """Return the ``PreTrainedModel`` in a causal language model, bare or wrapped.
-
-    Raises:
-        ValueError: if there is none, or its samples would see one another in any way of packing.
-    """
+    """Return the ``PreTrainedModel`` in a causal language model, bare or wrapped."""
     inner = find_pretrained(model)
     if inner is None:
         raise ValueError(
@@ -291,7 +266,7 @@ def find(model: nn.Module) -> Any:
     why = families.why_not_packable(config, stateful=is_stateful(inner), split=bool(find_mixers(inner)))
     if {module.is_causal for module in inner.modules() if hasattr(module, "is_causal")} == {False}:
         why = why or (
-            f"{config.model_type} attends to tokens ahead (is_causal=False), and a pack's masks hide them; use padded "
+            f"{config.model_type} attends to later tokens (is_causal=False), and a pack's masks hide them; use padded "
             "batches, one sample a row"
         )
     why = why or families.why_not_positions(inner, config)

@@ -96,7 +96,7 @@ def cu_seqlens_of(seq_lens: torch.Tensor, *, max_seq_len: int) -> torch.Tensor:
     [0, 3, 5, 6, 6, 10, 12, 12, 12]
 
     Args:
-        seq_lens: ``[batch, segments]``, as in a `Batch`; the padding's length may be left out.
+        seq_lens: ``[batch, segments]``, as in a `Batch`; the padding's length may be missing.
         max_seq_len: the length of a pack.
 
     Returns:
@@ -152,8 +152,8 @@ def varlen_attention(
 
     Raises:
         ValueError: on CUDA, for what torch's kernel cannot do: a ``softcap``, other dtypes than 16-bit floats, a
-            ``head_dim`` above 256 or no multiple of 8. On a CPU, for a sequence longer than ``max_seqlen``, the rest
-            of which kernels leave uncomputed in silence.
+            ``head_dim`` above 256 or no multiple of 8. On a CPU, for a sequence longer than ``max_seqlen``,
+            whose rest a kernel would not compute.
     """
     q, k, v = (x.to(compute_dtype(x.device, x.dtype)) for x in (q, k, v))  # autocast does not know kernels
     if q.device.type != "cuda":
@@ -236,7 +236,7 @@ def _attend_sequences(
 
 def _attend_sequence(
     q: torch.Tensor,  # [1, heads, length, head_dim]
-    k: torch.Tensor,  # [1, kv_heads, keys, head_dim], of which the last ones are those of the queries
+    k: torch.Tensor,  # [1, kv_heads, keys, head_dim]; the last keys are the queries' own
     v: torch.Tensor,
     *,
     window: int | None,

@@ -1,4 +1,4 @@
-"""Vision-language models on packs with images: which families take them, and what each of them is given.
+"""Vision-language models on packs with images: which families take them, and in which arguments.
 
 The tower keeps transformers' own attention, and takes the images of a pack as it takes those of one sample: apart, by
 their grid or by their rows. The text's masks are ours, made from `Batch.seq_lens`; positions of several axes are only
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 class Family:
     """How a family takes images."""
 
-    arrays: tuple[str, ...] = ("pixel_values",)  # that its ``forward`` must be given
+    arrays: tuple[str, ...] = ("pixel_values",)  # that its ``forward`` needs
     optional: tuple[str, ...] = ()
     axes: int = 0  # of its positions; 0: they count from 0, as those of text
-    both_ways: bool = False  # whether the tokens of an image see those behind them
+    both_ways: bool = False  # whether the tokens of an image see later ones
     of_texts: bool = False  # whether arrays have a first axis for texts
 
 
@@ -55,10 +55,6 @@ def text_of(batch: Packed, config: Any) -> torch.Tensor:
     """Check that a model can take a batch's images, and return the batch's ids, on the CPU with 0 in place of images'.
 
     Whose tokens are whose is looked at on the CPU only, because a number from another device would hold up the host.
-
-    Raises:
-        ValueError: for a family that is not known to keep images apart, arrays that it does not take or lacks,
-            positions of other axes than its own, and samples whose tokens are not those of their own images.
     """
     if not isinstance(batch, Batch) or batch.media is None:
         return batch.tokens

@@ -21,11 +21,7 @@ IMAGES = ((1, 9), (0, 5), (2, 12), (1, 3))
 
 
 def probe_pack(model: Any, *, vocab_size: int, generator: torch.Generator) -> tuple[Batch, list[int]]:
-    """Make a pack of samples with and without images, with padding, and return it with the lengths of its samples.
-
-    Raises:
-        ValueError: for a model of another family.
-    """
+    """Make a pack of samples with and without images, with padding, and return it with the lengths of its samples."""
     config: Any = model.config
     if config.model_type not in FAMILIES:
         raise ValueError(
@@ -76,7 +72,7 @@ def own_arguments(model: Any, pack: Batch, sample: int, tokens: torch.Tensor) ->
 
 
 def _example(config: Any, images: int, rng: np.random.Generator) -> tuple[dict[str, Array], list[int]]:
-    """Make the media of a sample with so many small images of noise, and count the tokens of each.
+    """Make the media of a sample with this many small images of noise, and count the tokens of each.
 
     They are counted without the model: called past its hooks, a sharded one has no weights.
     """
@@ -99,7 +95,7 @@ def _example(config: Any, images: int, rng: np.random.Generator) -> tuple[dict[s
     rows, columns = (np.array([height, width]) // vision.patch_size).tolist()
     count = rows * columns
     if kind == "llava_onevision":
-        # An image that is alone is cut into tiles, and goes on for all of them if it is as large as some.
+        # A single image is cut into tiles, and has tokens for each.
         tall, wide = min(config.image_grid_pinpoints, key=lambda sizes: sizes[0] * sizes[1])
         most = 1 + max(h * w // (height * width) for h, w in config.image_grid_pinpoints)
         if images == 1:

@@ -25,7 +25,7 @@ def summed_cross_entropy(
 ) -> torch.Tensor:
     """Return the sum of the cross-entropies of all trained tokens, in nats, as a tensor of 0 dimensions.
 
-    The labels are given unshifted. Divide the sum once, by the weight of all trained tokens of the step (of all ranks
+    The labels are unshifted. Divide the sum once, by the weight of all trained tokens of the step (of all ranks
     and micro-batches), because means of batches with different numbers of trained tokens cannot be averaged.
     `token_losses` returns the summands.
 
@@ -188,7 +188,7 @@ class _CrossEntropy(torch.autograd.Function):
     """Cross-entropy that keeps one logsumexp per token for the backward pass, and computes the softmax again there.
 
     Autograd would keep the softmax of every chunk, in fp32. The first targets belong to the rows of the logits, one
-    each; those behind them to the rows that ``branches`` names.
+    each; later ones to the rows that ``branches`` names.
     """
 
     @staticmethod
@@ -197,7 +197,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits: torch.Tensor,  # [tokens, vocab]
         targets: torch.Tensor,  # [tokens + branches], ids of the vocabulary
         weights: torch.Tensor,  # [tokens + branches], 0 where not trained
-        branches: torch.Tensor,  # [branches]: the rows that predict the targets behind those of all rows
+        branches: torch.Tensor,  # [branches]: the rows that predict the later targets
         chunk_size: int,
         prepared: Callable[[Any], Any],  # what makes a function for chunks the one to call
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -37,7 +37,7 @@ class PreferenceLoss(nn.Module):
             both orders (Mitchell 2023, "conservative DPO").
         margin: by how much the reward of the chosen answer is to be higher; not for ``"ipo"``.
         reference_free: leave the reference out: its log-probabilities count as 0.
-        length_normalized: whether log-probabilities are to be given as means over an answer's trained tokens, instead
+        length_normalized: whether log-probabilities are means over an answer's trained tokens, instead
             of sums. The recipe does so; the class computes the same with both.
 
     Raises:

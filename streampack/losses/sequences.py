@@ -46,7 +46,7 @@ def label_weights(batch: Batch, *, loss_norm: str) -> torch.Tensor:
     for pack, fragments in enumerate(batch.fragments):
         for number, fragment in enumerate(fragments):
             if fragment.trained is not None:
-                known[pack, 2 * number] = fragment.trained  # of the whole sample
+                known[pack, 2 * number] = fragment.trained  # of the entire sample
     known = known.to(weights.device, non_blocking=True)
     counts = torch.where(known.isnan(), by_sequence(weights, lengths), known).clamp(min=1).float()
     return weights / of_tokens(counts, lengths, max_seq_len=weights.shape[1])
@@ -69,7 +69,7 @@ def fragment_lens(batch: Batch) -> torch.Tensor:
 def require_unshared(batch: Batch) -> None:
     """Check that no sequence of a batch continues another, as answers continue a prompt that they share.
 
-    Cross-entropy over ``labels`` would leave out the first token of each answer, because another token than the one
+    Cross-entropy over ``labels`` would skip the first token of each answer, because another token than the one
     before it predicts it.
 
     Raises:
@@ -77,7 +77,7 @@ def require_unshared(batch: Batch) -> None:
     """
     if batch.groups is not None and batch.groups.paths.shape[2] > 1:
         raise ValueError(
-            "the batch has answers that share a prompt, and cross-entropy would leave out the first token of each "
+            "the batch has answers that share a prompt, and cross-entropy would skip the first token of each "
             "answer; set share_prefix=False in the encoder, or train pairs with the dpo recipe, and groups with "
             "streampack.losses.token_logps"
         )
@@ -89,7 +89,7 @@ def token_logps(
     """Return the log-probability of each trained token, ``[batch, max_seq_len]``, at its own index; 0 elsewhere.
 
     A token is predicted by the one before it in its sequence. The first token of a sequence that continues another,
-    such as an answer behind a shared prompt, is predicted by that sequence's last token, wherever it lies in the pack.
+    such as an answer after a shared prompt, is predicted by that sequence's last token, wherever it is in the pack.
 
     Computed as `summed_cross_entropy`: in fp32 (fp64 for fp64 logits), in chunks, without a copy of all logits, with
     exact gradients.
@@ -112,7 +112,7 @@ def token_logps(
 
 
 def trained_tokens(batch: Batch) -> torch.Tensor:
-    """Return which tokens are trained, ``[batch, max_seq_len]`` bool: those of which `token_logps` has a number."""
+    """Return which tokens are trained, ``[batch, max_seq_len]`` bool: those that `token_logps` has a number for."""
     trained = batch.labels != IGNORE_INDEX
     trained[:, 0] = False  # nothing predicts it
     if batch.groups is None:
@@ -190,7 +190,7 @@ def pair_of(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def of_tokens(values: torch.Tensor, seq_lens: torch.Tensor, *, max_seq_len: int) -> torch.Tensor:
-    """Spread values of sequences, as many as ``seq_lens``, over their tokens: ``[batch, max_seq_len]``."""
+    """Spread a value for each of ``seq_lens`` over its tokens: ``[batch, max_seq_len]``."""
     return values.gather(1, document_ids(seq_lens, max_seq_len=max_seq_len))
 
 
@@ -198,7 +198,7 @@ def _at_first_tokens(values: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Put values of sequences ``[batch, segments]`` at their first tokens, ``[batch, max_seq_len]``; elsewhere 0."""
     starts = batch.seq_lens.long().cumsum(1) - batch.seq_lens
     zeros = values.new_zeros(batch.tokens.shape)
-    # Only the missing ones at a row's end, which are 0, would be behind its last token.
+    # Only segments without tokens, whose values are 0, would start after the row's last token.
     return zeros.scatter_add(1, starts.clamp(max=zeros.shape[1] - 1), values)
 
 

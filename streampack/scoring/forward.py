@@ -77,7 +77,7 @@ class ForwardPass:
 
         Args:
             batch: a pack without padding.
-            places: ``[asked]``, of the tokens behind which an id is asked for; they may repeat.
+            places: ``[asked]``, of the tokens after which an id is asked for; they may repeat.
             targets: ``[asked]``, the ids.
         """
         unique, rows = np.unique(places, return_inverse=True)
@@ -88,7 +88,7 @@ class ForwardPass:
         self._logits(batch_of([np.zeros(1, np.int64)], [ROOT]), torch.tensor([0]))
 
     def _logits(self, batch: Batch, places: torch.Tensor) -> list[torch.Tensor]:
-        """Return the logits behind some tokens, in parts, ``[places, vocab]`` in all."""
+        """Return the logits after some tokens, in parts, ``[places, vocab]`` in all."""
         if self.device.type == "cuda":  # from other memory, a copy would wait for the pack before
             places, batch = places.pin_memory(), batch.pin_memory()
         places = places.to(self.device, non_blocking=True)
@@ -115,7 +115,7 @@ class ForwardPass:
 
 
 def _compiled_with(model: nn.Module, layer: nn.Module) -> bool:
-    """Return whether a layer is part of a compiled module, whose graph may leave out or keep the layer's hook."""
+    """Return whether a layer is part of a compiled module, whose graph may ignore or keep the layer's hook."""
     return any(
         is_compiled(module) and any(inner is layer for inner in module.modules())
         for module in model.modules()

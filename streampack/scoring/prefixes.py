@@ -94,7 +94,7 @@ def lay_out(trees: Sequence[Tree], requests: Sequence[Request]) -> tuple[Batch, 
     runs: list[_Run] = []
     places: dict[int, IntArray] = {}
     for tree in trees:
-        path: list[_Run] = []  # those of which the request before is made
+        path: list[_Run] = []  # the parts of the request before
         for number, shared in tree.requests:
             tokens, predictors = requests[number].tokens, requests[number].predictors
             if path and shared == path[-1].tokens.size:

@@ -21,12 +21,12 @@ OVERLONG = ("error", "truncate", "windows")
 class Request:
     """Tokens that a model reads, and ids whose probabilities are asked for.
 
-    The last token of a sequence is not read, because nothing is asked behind it. So the continuations of a question
+    The last token of a sequence is not read, because nothing is asked after it. So the continuations of a question
     that are one token long need no more than the question.
     """
 
     tokens: IntArray  # [read]
-    predictors: IntArray  # [scored], ascending: indices of the tokens behind which an id is asked for
+    predictors: IntArray  # [scored], ascending: indices of the tokens after which an id is asked for
     targets: IntArray  # [scored]: the ids
 
 
@@ -67,7 +67,7 @@ def fit(request: Request, limit: int, *, overlong: str) -> list[Request]:
     Args:
         request: of any length.
         limit: of tokens.
-        overlong: ``"error"``; ``"truncate"`` leaves out tokens at the beginning, and what was to be scored there;
+        overlong: ``"error"``; ``"truncate"`` drops tokens at the beginning, and what was to be scored there;
             ``"windows"`` scores all, in windows of ``limit`` tokens that follow each other. The last window, where
             fewer tokens are left to score, begins earlier, so that all of them have as much context as there can be.
 
@@ -82,7 +82,7 @@ def fit(request: Request, limit: int, *, overlong: str) -> list[Request]:
     if overlong == "error":
         raise ValueError(
             f"has {length} tokens before its last one, and max_seq_len={limit}; raise max_seq_len, or set "
-            "overlong='truncate' (its beginning is left out) or 'windows' (it is scored in parts)"
+            "overlong='truncate' (its beginning is dropped) or 'windows' (it is scored in parts)"
         )
     stops = [length] if overlong == "truncate" else [*range(limit, length, limit), length]
     parts, begin = [], length - limit if overlong == "truncate" else 0

@@ -34,7 +34,7 @@ LOOK_AHEAD = 2048
 
 @dataclass(slots=True)
 class Score:
-    """The log-likelihood of one sequence, or of a continuation behind its context.
+    """The log-likelihood of one sequence, or of a continuation after its context.
 
     Attributes:
         logp: sum of the log-probabilities of the scored tokens, in nats; 0 if there are none.
@@ -87,21 +87,21 @@ def score(
     [2, 1]
 
     Each number is that of a forward pass of the sample alone. Samples that begin alike, such as the answers to one
-    question, or questions behind the same examples, share those tokens, which are computed once. The output layer
+    question, or questions after the same examples, share those tokens, which are computed once. The output layer
     computes only the tokens that are asked for.
 
     With ``torch.distributed``, the ranks share the work, and each yields the scores of all samples; all of them must
-    be given the same samples. A model that is sharded (FSDP2) works, too.
+    get the same samples. A model that is sharded (FSDP2) works, too.
 
     Args:
         model: a torchtune or Hugging Face model, on its device. It is prepared for packing if it was not yet.
-        samples: pairs ``(context, continuation)`` of token ids, of which the continuation is scored; mappings with
-            these two keys; or samples, as a `Sample` or a mapping with ``tokens`` and ``labels`` or ``input_ids``, of
-            which each token with a label is scored but the first. Any iterable, read as the scores are.
+        samples: pairs ``(context, continuation)`` of token ids, to score the continuation; mappings with these two
+            keys; or samples, as a `Sample` or a mapping with ``tokens`` and ``labels`` or ``input_ids``, to score each
+            token with a label but the first. Any iterable, read as the scores are.
         max_seq_len: of a pack, in tokens. More is faster, as far as memory allows, and shares more.
         inputs: of the model, what `prepare_model_for_packing` returned, to choose the attention.
         overlong: for samples of more than ``max_seq_len`` tokens before the last one: ``"error"``; ``"truncate"``
-            leaves out tokens at the beginning, and does not score what was to be scored there; ``"windows"`` scores
+            drops tokens at the beginning, and does not score what was to be scored there; ``"windows"`` scores
             all tokens, each with the context that is in its window of ``max_seq_len`` tokens.
         share_prefix: whether tokens with which samples begin alike are computed once. Models in which they cannot be
             shared compute them for each.
@@ -114,8 +114,8 @@ def score(
     Raises:
         ValueError: at the call for arguments that do not fit, or a model that cannot be packed; while it is read for a
             sample that is none, has ids outside the vocabulary or is too long, naming its number; all samples before
-            the window of ``look_ahead`` in which it is have then been scored. With several ranks: for a model of which
-            some ranks must compute the same packs, and for ranks with different samples.
+            the window of ``look_ahead`` in which it is have then been scored. With several ranks: for a model whose
+            ranks must compute the same packs, and for ranks with different samples.
     """
     require_positive(max_seq_len, "max_seq_len")
     require_positive(look_ahead, "look_ahead")
@@ -241,7 +241,7 @@ def _on_ranks(
         counts, digests, passes = zip(*sync.gather_results(read, doing="reading samples"), strict=True)
         if len({*digests}) > 1:
             raise ValueError(
-                f"the ranks were given different samples, among numbers {done} to {done + counts[sync.rank]}; give all "
+                f"the ranks have different samples, among numbers {done} to {done + counts[sync.rank]}; give all "
                 "ranks the same ones, or set across_ranks=False"
             )
         if not counts[0]:

@@ -83,7 +83,7 @@ MODELS: dict[str, tuple[Callable[[], Any], tuple[str, ...], str]] = {
     "a layer that sees ahead": (
         lambda: changed(lambda model: setattr(attention_modules(model)[1], "is_causal", False)),
         BOTH,
-        "layer 1 sees tokens ahead (is_causal=False), which a pack's masks hide; train this model ",
+        "layer 1 sees later tokens (is_causal=False), which a pack's masks hide; train this model ",
     ),
     "an attention of its own": (
         lambda: changed(attention_of_its_own),
@@ -138,7 +138,7 @@ MODELS: dict[str, tuple[Callable[[], Any], tuple[str, ...], str]] = {
     "a leak": (
         lambda: build("bert", is_decoder=False),
         ("auto",),
-        "this model cannot be packed: bert attends to tokens ahead (is_causal=False), and a pack's masks hide them; "
+        "this model cannot be packed: bert attends to later tokens (is_causal=False), and a pack's masks hide them; "
         "use padded batches, one sample a row",
     ),
 }

@@ -267,7 +267,7 @@ def test_doors_of_text_refuse_images() -> None:
     builders = pytest.importorskip("torchtune.models.llama3")
     sizes = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "embed_dim": 8}
     model = builders.llama3(vocab_size=320, max_seq_len=352, **sizes)
-    with pytest.raises(ValueError, match="only Hugging Face models are given images"):
+    with pytest.raises(ValueError, match="only Hugging Face models take images"):
         prepare_model_for_packing(model)(batch)
     with pytest.raises(ValueError, match="has images, and only text is scored"):
         read_request(VisionEncoder(processor_of("llava"))(ROWS[0]))
