@@ -53,7 +53,7 @@ FINE = (
     r"behind (?:a|the|its|their) (?:link|URL|proxy|gateway|server)",
     r"behind (?:URLs|nginx)",
     r"(?:fall|falls|falling|fell|fallen|lag|lags|left|furthest|far|further) behind",
-    r"look(?:-|_| )?ahead",
+    r"look(?:-|_| )?ahead|was `read_ahead`",
     r"(?:if|unless|when|where|whether) [^.;:]{0,60}?(?:is|are|was|were) given",
 )
 
