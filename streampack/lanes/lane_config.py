@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from streampack.lanes.window_reader import WindowReader
-from streampack.packing.batch import null_pack
+from streampack.packing.assemble import null_pack
 from streampack.packing.encoders import Encoder, TokensEncoder, eos_of, require_encoder
 from streampack.packing.groups import Group, cut_group, require_whole_groups
 from streampack.packing.media import MediaSample, has_room, require_room

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from streampack.distributed.rank_sync import Exchange, RankSync
 from streampack.lanes.lane_state import LaneEvent
-from streampack.packing.batch import trains
+from streampack.packing.assemble import trains
 from streampack.packing.groups import attention_cost
 from streampack.types import Pack
 from streampack.validation import warn_user

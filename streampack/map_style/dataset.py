@@ -163,7 +163,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
     def _kept(self, lengths: array[int]) -> Iterator[tuple[int, int]]:
         """Yield (number, length) of every sample to be packed; append every length to ``lengths``, and count drops."""
         ledger = self._ledger
-        for index in _with_progress(len(self.ds)):
+        for index in range(len(self.ds)):
             sample = read_sample(self.ds, index, vocab_size=self.vocab_size)
             length = sample.tokens.size
             try:
@@ -270,16 +270,3 @@ def fragments_of(
 
 def _is_first_rank() -> bool:
     return not (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0)
-
-
-def _with_progress(count: int) -> Iterable[int]:
-    """Return ``range(count)``, with tqdm's bar on rank 0 if it takes more than a second."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return range(count)
-    others = not _is_first_rank()
-    bar: Iterable[int] = tqdm(
-        range(count), desc="Planning packs", unit=" samples", dynamic_ncols=True, delay=1, disable=others
-    )
-    return bar

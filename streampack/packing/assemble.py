@@ -100,3 +100,18 @@ def _count(length: int) -> IntArray:
     count = np.arange(length)
     count.flags.writeable = False
     return count
+
+
+def null_pack(max_seq_len: int, *, padding_idx: int = 0) -> Pack:
+    """Make a pack of padding only. It trains nothing; a rank takes it where it has no pack and others do."""
+    tokens, labels = assemble([], max_seq_len=max_seq_len, padding_idx=padding_idx)
+    return Pack(tokens, labels, (), ())
+
+
+def trains(pack: Pack) -> bool:
+    """Return whether the loss counts any token of a pack."""
+    labels, end = pack.labels, pack.seq_lens[0] if pack.seq_lens else 0
+    if end > 1 and labels.item(end - 1) != IGNORE_INDEX:  # most first sequences end in a trained token
+        return True
+    first_labels = () if pack.groups is None else pack.groups.first_labels
+    return bool((labels[1:] != IGNORE_INDEX).any()) or any(label != IGNORE_INDEX for label in first_labels)

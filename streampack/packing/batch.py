@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from streampack.packing.assemble import assemble, lengthened, positions
+from streampack.packing.assemble import lengthened, positions
 from streampack.packing.collated import collate_rows, map_tensors
 from streampack.packing.groups import ROOT, path_starts, paths_of
 from streampack.packing.media import BatchMedia, stack_media
@@ -24,12 +24,9 @@ class PackDict(dict[str, Any]):
 def to_torchtune(pack: Pack) -> PackDict:
     """Convert a pack to the dict of ``torchtune.datasets.PackedDataset``, with four keys more.
 
-    ``seq_lens`` ends with the padding's length, because torchtune's collate function needs the sum to be
-    ``max_seq_len``; ``num_seqs`` counts the real sequences.
-
-    A pack with groups has the key ``groups``, one with images ``media``. With images, and where sequences share
-    prefixes, their lengths are under ``segment_lens``: a collator that knows no more than ``seq_lens`` would hide
-    prompts from their answers, and drop images.
+    ``seq_lens`` ends with the padding's length: torchtune's collate function needs the sum to be ``max_seq_len``.
+    A pack with groups has the key ``groups``, one with images ``media``. With either, lengths are under
+    ``segment_lens``: a collator that knows ``seq_lens`` only would hide prompts from answers, or drop images.
     """
     [input_pos] = _positions([pack])
     groups, media = pack.groups, pack.media
@@ -47,12 +44,6 @@ def to_torchtune(pack: Pack) -> PackDict:
     }
     own = {name: value for name, value in (("groups", groups), ("media", media)) if value is not None}
     return PackDict({**found, **own})
-
-
-def null_pack(max_seq_len: int, *, padding_idx: int = 0) -> Pack:
-    """Make a pack of padding only. It trains nothing; a rank takes it where it has no pack and others do."""
-    tokens, labels = assemble([], max_seq_len=max_seq_len, padding_idx=padding_idx)
-    return Pack(tokens, labels, (), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,15 +146,6 @@ class Batch:
         """Number of tokens that the loss counts, as a 0-d tensor on the batch's device."""
         trained = (self.labels[:, 1:] != IGNORE_INDEX).sum()  # nothing predicts the first token of a row
         return trained if self.groups is None else trained + (self.groups.first_labels != IGNORE_INDEX).sum()
-
-
-def trains(pack: Pack) -> bool:
-    """Return whether the loss counts any token of a pack."""
-    labels, end = pack.labels, pack.seq_lens[0] if pack.seq_lens else 0
-    if end > 1 and labels.item(end - 1) != IGNORE_INDEX:  # most first sequences end in a trained token
-        return True
-    first_labels = () if pack.groups is None else pack.groups.first_labels
-    return bool((labels[1:] != IGNORE_INDEX).any()) or any(label != IGNORE_INDEX for label in first_labels)
 
 
 def collate_packed(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -27,7 +25,7 @@ from streampack.sources.indexed import INDEX
 from streampack.sources.source import shared_by_lanes
 from streampack.sources.token_shards import DTYPES, FORMAT, VERSION
 from streampack.storage.base import map_in_threads
-from streampack.storage.folders import Folder, RemoteFolder, folder_at, write_file
+from streampack.storage.folders import Folder, folder_at, write_file
 from streampack.storage.remote import scheme_of
 from streampack.storage.retries import Storage
 from streampack.streaming.run_identity import encoder_identity
@@ -137,44 +135,29 @@ def tokenize(
     }
     ours = _require_shard(shard, lanes, finish=finish)
     job = Job(config, folder, plan)
-    with _full_disks_named(folder):
+    found = _found(job, ours)
+    missing = [each.lane for each in found if not each.ended]
+    if finish:
+        _require_complete(job, found)
+    elif missing:
+        for what in shared_by_lanes(source, lanes):
+            log.warning("%s", what)
+        written = (
+            write_on_ray(job, missing, address=address)
+            if engine == "ray"
+            else write_here(job, missing, workers=workers)
+        )
+        with closing(written):
+            for _ in _with_bar(written, len(missing), folder) if progress else written:
+                pass
+    if shard is None:
+        # Of the shards that are there, not of those that this call knows of: nothing keeps another call, with
+        # other settings, from replacing some.
         found = _found(job, ours)
-        missing = [each.lane for each in found if not each.ended]
-        if finish:
-            _require_complete(job, found)
-        elif missing:
-            for what in shared_by_lanes(source, lanes):
-                log.warning("%s", what)
-            written = (
-                write_on_ray(job, missing, address=address)
-                if engine == "ray"
-                else write_here(job, missing, workers=workers)
-            )
-            with closing(written):
-                for _ in _with_bar(written, len(missing), folder) if progress else written:
-                    pass
-        if shard is None:
-            # Of the shards that are there, not of those that this call knows of: nothing keeps another call, with
-            # other settings, from replacing some.
-            found = _found(job, ours)
-            _require_complete(job, found)
-            _write_index(job, found)
-            folder.clean("tokens-", older=0)
+        _require_complete(job, found)
+        _write_index(job, found)
+        folder.clean("tokens-", older=0)
     return out
-
-
-@contextmanager
-def _full_disks_named(folder: Folder) -> Iterator[None]:
-    """Add to an error of a full disk which one it is, and the way out."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            place = tempfile.gettempdir() if isinstance(folder, RemoteFolder) else folder.shown
-            error.add_note(
-                f"while writing to {place}; free space there, and the same call continues after its complete shards"
-            )
-        raise
 
 
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,8 @@ import torch
 
 from streampack.instantiate import COMPONENT, build
 from streampack.loader.data_loader import PackedDataLoader
-from streampack.packing.batch import Batch, stack_packs, trains
+from streampack.packing.assemble import trains
+from streampack.packing.batch import Batch, stack_packs
 from streampack.packing.encoders import check_tokenizer, padding_id
 from streampack.packing.encoders.shaped import AUTO, SHAPE_KEYS, with_encoders
 from streampack.sources.as_source import as_source

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from examples.context_parallel import shard_for_context_parallel, unshard_context_parallel
 from streampack import IGNORE_INDEX, Batch, IterablePackedDataset, collate_packed, make_mask
-from streampack.packing.batch import null_pack, to_torchtune
+from streampack.packing.assemble import null_pack
+from streampack.packing.batch import to_torchtune
 from tests.harness import groups
 
 VOCAB = 40

@@ -30,7 +30,8 @@ from streampack.losses import (
     token_losses,
     trained_tokens,
 )
-from streampack.packing.batch import null_pack, stack_packs
+from streampack.packing.assemble import null_pack
+from streampack.packing.batch import stack_packs
 from tests.harness.groups import batch_of, label, segments, trees, without_sharing
 
 VOCAB = 64

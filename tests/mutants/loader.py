@@ -9,7 +9,7 @@ from typing import Any
 from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.distributed.rank_sync import RankSync
 from streampack.loader import batching, one_run, workers
-from streampack.packing import batch
+from streampack.packing import assemble, batch
 from streampack.sources.files import file_sources
 from tests.mutants.registry import mutant, replace, replaces
 
@@ -72,7 +72,7 @@ def state_ahead_of_packs(good, self, room, epoch):
     return share
 
 
-@replaces(batch.null_pack)
+@replaces(assemble.null_pack)
 def null_packs_train(good, max_seq_len, *, padding_idx=0):
     """Null packs are trained on."""
     pack = good(max_seq_len, padding_idx=padding_idx)

@@ -17,7 +17,8 @@ from streampack import (
     PackedDataset,
     collate_packed,
 )
-from streampack.packing.batch import null_pack, stack_packs, to_torchtune, unstack_packs
+from streampack.packing.assemble import null_pack
+from streampack.packing.batch import stack_packs, to_torchtune, unstack_packs
 from tests.harness import groups
 from tests.oracle import packing as oracle
 from tests.oracle.packing import WAYS, settings_of

@@ -33,7 +33,8 @@ from streampack import (
     collate_packed,
 )
 from streampack.losses import pair_of, sequence_logps
-from streampack.packing.batch import null_pack, stack_packs, to_torchtune
+from streampack.packing.assemble import null_pack
+from streampack.packing.batch import stack_packs, to_torchtune
 from streampack.tokenize import tokenize
 from tests.harness.corpus import rows
 from tests.harness.groups import Pairs, without_sharing

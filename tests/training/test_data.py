@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from streampack import HFTokenizer, IterablePackedDataset, PackedDataLoader, collate_packed, encoder_for
-from streampack.packing.batch import Batch, null_pack, to_torchtune
+from streampack.packing.assemble import null_pack
+from streampack.packing.batch import Batch, to_torchtune
 from streampack.streaming.first_look import first_look
 from streampack.training.checks import read_config
 from streampack.training.data import build_data, join_documents

@@ -17,7 +17,8 @@ from torchtune.models.llama3 import llama3
 from streampack import IterablePackedDataset, collate_packed
 from streampack.attention.prepare import make_mask
 from streampack.losses import label_weights, summed_cross_entropy
-from streampack.packing.batch import null_pack, to_torchtune
+from streampack.packing.assemble import null_pack
+from streampack.packing.batch import to_torchtune
 from streampack.training.config import RunConfig
 from streampack.training.meters import CountMeter
 from streampack.training.model import build_model

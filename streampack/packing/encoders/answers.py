@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from streampack.packing.columns import mask_from_column, shown
+from streampack.packing.columns import mask_from_column
 from streampack.packing.encoders.base import TextsEncoder, characters_in
 from streampack.packing.encoders.chat import ChatEncoder, as_messages, masked_sample
 from streampack.packing.encoders.conversation import (
@@ -16,6 +16,7 @@ from streampack.packing.encoders.conversation import (
     read_content,
     read_tools,
 )
+from streampack.packing.encoders.fields import Columns, checked_numbers, columns_of, entries_of, numbers_of
 from streampack.packing.encoders.steps import Steps, Text
 from streampack.packing.groups import ROOT, Group
 from streampack.packing.samples import missing_column, sample_from_pair
@@ -26,9 +27,6 @@ LIST = "completions"
 
 PROMPTS = ("question", "instruction", "input", "query", "context", "conversations", "messages")
 """Columns that hold the prompt in many data sets; a row that has one and no prompt is refused."""
-
-Columns = tuple[str, ...]
-"""Where something of each answer is: in one column with a list, or in a column for each answer."""
 
 
 class AnswersEncoder(TextsEncoder):
@@ -114,7 +112,7 @@ class AnswersEncoder(TextsEncoder):
             columns = (columns,)
             if self.prompt not in row:
                 raise missing_column(row, self.prompt, option="prompt")
-        entries = _entries(row, columns, listed=len(columns) == 1, option="answers")
+        entries = entries_of(row, columns, listed=len(columns) == 1, option="answers")
         if not entries:
             raise ValueError(f"column {columns[0]!r} holds no answer; leave the row out (skip_bad: True)")
         answers = {name: _read(value, name, self.chat.roles) for name, value in entries}
@@ -130,8 +128,8 @@ class AnswersEncoder(TextsEncoder):
             wholes = self._of_ids(row, prompt, ids)
             token_fields = {
                 field: [
-                    _numbers(value, name, (each.size,)).astype(np.float32)
-                    for each, (name, value) in zip(ids, _entries(row, names, len(ids)), strict=True)
+                    checked_numbers(value, name, (each.size,)).astype(np.float32)
+                    for each, (name, value) in zip(ids, entries_of(row, names, len(ids)), strict=True)
                 ]
                 for field, names in self.token_fields.items()
             }
@@ -179,7 +177,7 @@ class AnswersEncoder(TextsEncoder):
         before = np.zeros(0, INT32) if prompt is None else prompt
         masks = [np.ones(ids.size, bool) for ids in answers]
         if self.mask is not None:
-            entries = _entries(row, (self.mask,), len(answers))
+            entries = entries_of(row, (self.mask,), len(answers))
             masks = [
                 mask_from_column(value, name, ids.size)
                 for ids, (name, value) in zip(answers, entries, strict=True)
@@ -266,89 +264,6 @@ def group_of(
         fields={name: [*[np.nan] * bool(shared), *values] for name, values in fields.items()},
         token_fields=numbers,
     )
-
-
-def columns_of(fields: Any, name: str) -> dict[str, Columns]:
-    """Return the columns of each field, of a setting that lists columns or maps names of fields to them.
-
-    >>> columns_of(["margin"], "fields"), columns_of({"score": ["good", "bad"]}, "fields")
-    ({'margin': ('margin',)}, {'score': ('good', 'bad')})
-    """
-    found = {}
-    for field in fields or ():
-        columns = fields[field] if isinstance(fields, Mapping) else field
-        columns = (columns,) if isinstance(columns, str) else columns
-        if isinstance(fields, str) or not isinstance(columns, Sequence) or not columns:
-            raise ValueError(
-                f"{name}={fields!r} names no columns; write [column, ...], {{field: column}}, or {{field: [column, "
-                "...]} where each answer has its own"
-            )
-        found[field] = tuple(columns)
-    return found
-
-
-def numbers_of(row: Mapping[str, Any], fields: Mapping[str, Columns], answers: int) -> dict[str, list[float]]:
-    """Return the numbers of each field, one for each answer; one number in a column is that of all."""
-    found = {}
-    for field, columns in fields.items():
-        values = [value for _, value in _entries(row, columns, listed=False)]
-        single = len(columns) == 1
-        numbers = _numbers(
-            values[0] if single else values, ", ".join(columns), (answers,), *([()] if single else [])
-        )
-        found[field] = np.broadcast_to(numbers, answers).tolist()
-    return found
-
-
-def _entries(
-    row: Mapping[str, Any],
-    columns: Columns,
-    answers: int | None = None,
-    *,
-    listed: bool = True,
-    option: str | None = None,
-) -> list[tuple[str, Any]]:
-    """Return for each answer of a row the name of its place, for errors, and what is there.
-
-    One column is ``listed`` if it holds a list with an entry for each answer.
-    """
-    for column in columns:
-        if column not in row:
-            raise missing_column(row, column, option=option)
-    entries = [(column, row[column]) for column in columns]
-    if listed and len(columns) == 1:
-        [(column, given)] = entries
-        if isinstance(given, str | Mapping) or not hasattr(given, "__len__"):
-            raise ValueError(
-                f"column {column!r} holds a {type(given).__name__}; give a list with one entry for each answer"
-            )
-        entries = [(f"{column}[{i}]", value) for i, value in enumerate(given)]
-    if answers not in (None, len(entries)):
-        raise ValueError(
-            f"column {', '.join(map(repr, columns))} has {len(entries)} entries for {answers} answers; give one for "
-            "each"
-        )
-    return entries
-
-
-def _numbers(value: Any, column: str, *shapes: tuple[int, ...]) -> Any:
-    """Return what a column holds as an array of numbers that float32 holds, of one of these shapes."""
-    try:
-        found = np.asarray(value)
-    except ValueError:  # numpy's error for lists of different lengths
-        raise ValueError(
-            f"column {column!r} holds lists of different lengths; give one number for each"
-        ) from None
-    except TypeError as error:  # torch's, for bfloat16
-        raise ValueError(f"column {column!r} is no array of numpy ({error}); give float32") from None
-    if found.dtype.kind not in "fiub" or not (np.abs(found) <= np.finfo(np.float32).max).all():
-        raise ValueError(
-            f"column {column!r} holds {shown(value)}; give finite numbers, and remove rows that lack them"
-        )
-    if found.shape not in shapes:
-        wanted = " or ".join(f"{shape[0]} numbers" if shape else "one number" for shape in shapes)
-        raise ValueError(f"column {column!r} has shape {list(found.shape)}; give {wanted}")
-    return found
 
 
 def _read(value: Any, column: str, roles: Mapping[str, str] | None) -> Content | IntArray:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from streampack.packing.columns import mask_from_column, shown
-from streampack.packing.encoders.answers import PAIR, columns_of, group_of, numbers_of
+from streampack.packing.encoders.answers import PAIR, group_of
 from streampack.packing.encoders.base import TextsEncoder, characters_in
 from streampack.packing.encoders.chat import masked_sample
 from streampack.packing.encoders.checks import check_tokenizer
@@ -18,6 +18,7 @@ from streampack.packing.encoders.conversation import (
     parse_json,
     unread_flags,
 )
+from streampack.packing.encoders.fields import columns_of, numbers_of
 from streampack.packing.encoders.steps import Steps
 from streampack.packing.encoders.tokenizer import HFTokenizer, require_unicode
 from streampack.packing.samples import missing_column
