@@ -27,8 +27,9 @@ from streampack import (
     collate_packed,
     plan_packs,
 )
+from streampack.lanes import piece_reader
 from streampack.packing.two_budgets import choose_within
-from streampack.streaming import estimate, piece_reader
+from streampack.streaming import estimate
 from tests.harness.files import listed
 from tests.vision.rows import encode, pixels_of, positions_of, row, rows
 
