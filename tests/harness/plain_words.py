@@ -53,7 +53,7 @@ FINE = (
     r"behind (?:a|the|its|their) (?:link|URL|proxy|gateway|server)",
     r"behind (?:URLs|nginx)",
     r"(?:fall|falls|falling|fell|fallen|lag|lags|left|furthest|far|further) behind",
-    r"look(?:-|_| )?ahead|was `read_ahead`",
+    r"look(?:-|_| )?ahead|was `read_ahead`|stand-ins?",
     r"(?:if|unless|when|where|whether) [^.;:]{0,60}?(?:is|are|was|were) given",
 )
 
@@ -82,7 +82,7 @@ def find(text: str) -> Iterator[tuple[int, str]]:
 
 
 def files(path: Path) -> list[Path]:
-    """The files of a folder that are read, hidden folders excluded; or the file itself."""
+    """The files of a folder that people write, or the file itself; what a benchmark printed is excluded."""
     if path.is_file():
         return [path]
     return sorted(
@@ -90,13 +90,8 @@ def files(path: Path) -> list[Path]:
         for each in path.rglob("*")
         if (each.suffix in SUFFIXES or each.name == "Makefile")
         and each.name != Path(__file__).name
-        and not any(part.startswith(".") for part in each.relative_to(path).parts)
+        and not any(part.startswith(".") or part == "results" for part in each.relative_to(path).parts)
     )
-
-
-def count(path: Path) -> Counter[str]:
-    """The number of places by word."""
-    return Counter(word for each in files(path) for _, word in find(each.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":
