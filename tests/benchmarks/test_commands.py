@@ -34,7 +34,6 @@ COMMANDS = {
     "scoring --smoke": (r"\d+ (?:texts|answers).* (?:0e\+00|\de-(?:0[5-9]|\d\d)) \|$", 8),
     "mixers --smoke": (r"(?:falcon_h1|lfm2) ", 2),
     "prefill --smoke": (r"(?:flan|orca|stack) ", 3),
-    "balance_loss --smoke": (r"(?:docstrings|sources) ", 8),
     "scale --smoke": (r".* [-+]\d+% \|", 17),
     "gpu --device cpu --only flan probe": (r"(?:flan .* measured .*\d\.\d% |probe .* isolated)", 9),
     "paper --smoke --seeds 1": (r".* ± 0\.000 \|$", 16),
