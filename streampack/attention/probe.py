@@ -18,26 +18,22 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from streampack.attention.calls import inputs_of, logits_of, native_call, uncompiled
-from streampack.attention.families import media_tokens, position_table
 from streampack.attention.layout import untrained_batch
 from streampack.attention.pretrained import find_pretrained
+from streampack.attention.probe_packs import (
+    GROUP_PARENTS,
+    PROBE_LENGTH,
+    image_pack,
+    own_arguments,
+    probe_length,
+    text_pack,
+    vocabulary_of,
+    with_other_images,
+)
 from streampack.attention.report import Kind, Leak, LeakReport
 from streampack.attention.varlen import compute_dtype
-from streampack.attention.vision_probe import own_arguments, probe_pack, with_other_images
 from streampack.packing.batch import Batch
 from streampack.packing.groups import paths_of
-
-PROBE_LENGTH = 256
-"""Tokens of the pack for a model without windows: two blocks of a block mask."""
-MIN_PROBE_LENGTH = 8
-MAX_PROBE_LENGTH = 1 << 14
-"""Windows that need a longer pack are not probed."""
-SAMPLE_FRACTIONS = (0.3, 0.0, 0.4, 0.2)
-"""Lengths of the samples as fractions of 256 tokens; 0 is a sample of one token. The rest is padding."""
-GROUP_FRACTIONS, GROUP_PARENTS = (0.3, 0.2, 0.1, 0.15, 0.1), (-1, 0, 0, 2, -1)
-"""A pack with a group: a prompt, two answers, a third that continues the second; then a sample of its own."""
-WINDOW_SETTINGS = ("sliding_window", "attention_chunk_size", "window_size", "sliding_window_size")
-"""Attributes of models and configs that hold the length of a window or chunk, in tokens."""
 
 # Relative changes of logits that rounding may cause. In tiny models of 25 families they were up to 8e-7 in fp32, 1.2e-3
 # in fp16 and 1.6e-2 in bf16; deeper models round more often. The leaks that the tests plant change fp32 logits by more
@@ -107,7 +103,7 @@ def find_leaks(
     device = torch.device("cpu") if parameter is None else parameter.device
     if device.type == "meta":
         raise ValueError("the model has no weights yet, so nothing shows; load them first")
-    vocab_size = vocab_size or _vocabulary_of(module)
+    vocab_size = vocab_size or vocabulary_of(module)
     if vocab_size < 2:
         raise ValueError(
             f"vocab_size is {vocab_size}; give the number of tokens that the model knows, at least 2"
@@ -120,9 +116,9 @@ def find_leaks(
     if images:
         if pretrained is None or groups:
             raise ValueError("images=True is for a Hugging Face model, and for samples without groups")
-        pack, lengths = probe_pack(pretrained, vocab_size=vocab_size, generator=generator)
+        pack, lengths = image_pack(pretrained, vocab_size=vocab_size, generator=generator)
     else:
-        pack, lengths = _make_pack(max_seq_len or PROBE_LENGTH, vocab_size, generator, groups=groups)
+        pack, lengths = text_pack(max_seq_len or PROBE_LENGTH, vocab_size, generator, groups=groups)
     places = [slice(*ends) for ends in pairwise(accumulate(lengths, initial=0))]
     paths = paths_of(GROUP_PARENTS if groups else [-1] * len(lengths))
     shifts = torch.randint(1, vocab_size, pack.tokens.shape, generator=generator)
@@ -131,13 +127,11 @@ def find_leaks(
     pack = pack.to(device)
     routed = module is not None and any("experts" in name for name, _ in module.named_modules())
 
-    def run_model(single: Batch) -> torch.Tensor:
-        """Return the logits of a batch of one pack, ``[max_seq_len, columns]``."""
+    def run_model(single: Batch) -> torch.Tensor:  # [max_seq_len, columns]
         output = model(single) if inputs is None else model(**inputs(single))
         return logits_of(output, tokens=single.tokens.shape[1])
 
-    def run_with_change(place: slice) -> torch.Tensor:
-        """Return the logits of the pack when the tokens at ``place`` are others."""
+    def run_with_change(place: slice) -> torch.Tensor:  # other tokens at a place
         tokens = pack.tokens.clone()
         tokens[:, place] = other_tokens[:, place]
         return run_model(replace(pack, tokens=tokens))
@@ -316,50 +310,6 @@ def _undisturbed(module: nn.Module | None, device: torch.device) -> Iterator[Non
                 part.training = mode
                 if isinstance(part, FSDPModule):
                     part.reshard()  # no backward pass does it here
-
-
-def probe_length(model: nn.Module, *, max_length: int | None = None) -> int:
-    """Return the length of a pack in which one sample is longer than the model's sliding windows and chunks.
-
-    For a model without windows it is 256. Windows of more than 16,128 tokens are ignored, because the pack would take
-    too much memory. The length is at most the model's number of positions and ``max_length``, and at least 8.
-    """
-    configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
-    texts = [config.get_text_config() for config in configs if hasattr(config, "get_text_config")]
-    holders = [*configs, *texts, *model.modules()]
-    widths = [getattr(holder, name, None) for holder in holders for name in WINDOW_SETTINGS]
-    lengths = [PROBE_LENGTH + width for width in widths if type(width) is int and width > 0]
-    length = max((length for length in lengths if length <= MAX_PROBE_LENGTH), default=PROBE_LENGTH)
-    limits = [max_length, position_table(model)]
-    # torchtune's decoders and rotary caches have a max_seq_len.
-    limits += [getattr(part, "max_seq_len", None) for part in model.modules()]
-    limits += [getattr(text, "max_position_embeddings", None) for text in texts[:1]]
-    return max(
-        MIN_PROBE_LENGTH, min([length, *(limit for limit in limits if type(limit) is int and limit > 0)])
-    )
-
-
-def _make_pack(
-    max_seq_len: int, vocab_size: int, generator: torch.Generator, *, groups: bool
-) -> tuple[Batch, list[int]]:
-    """Make a pack of random tokens, with padding, and return it with the lengths of its samples."""
-    if max_seq_len < MIN_PROBE_LENGTH:
-        raise ValueError(
-            f"max_seq_len is {max_seq_len}; the probe's pack needs {MIN_PROBE_LENGTH} tokens or more"
-        )
-    fractions = GROUP_FRACTIONS if groups else SAMPLE_FRACTIONS
-    lengths = [max(1, int(fraction * min(max_seq_len, PROBE_LENGTH))) for fraction in fractions]
-    lengths[fractions.index(max(fractions))] += max(0, max_seq_len - PROBE_LENGTH)
-    tokens = torch.randint(0, vocab_size, (1, max_seq_len), generator=generator)
-    return untrained_batch(tokens[0], lengths, GROUP_PARENTS if groups else None), lengths
-
-
-def _vocabulary_of(module: nn.Module | None) -> int:
-    """Return the size of the first embedding, or 0 if there is none; but only the ids below those of images."""
-    if module is None:
-        return 0
-    size = next((part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)), 0)
-    return min(size, *media_tokens(module), size)
 
 
 def _limit(module: nn.Module | None, dtype: torch.dtype, device: torch.device) -> float:

@@ -13,7 +13,8 @@ from torchtune.modules import TransformerSelfAttentionLayer, peft
 from torchtune.training.checkpointing import ModelType
 
 from streampack.attention import Inputs
-from streampack.attention.probe import find_leaks, probe_length
+from streampack.attention.probe import find_leaks
+from streampack.attention.probe_packs import probe_length
 from streampack.instantiate import COMPONENT, build
 from streampack.training.checks import checked
 from streampack.training.conditions import CROSS_ENTROPIES, message_from, recipe_problems

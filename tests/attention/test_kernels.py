@@ -75,17 +75,6 @@ def same(ids: list[int]) -> list[int]:
     return [list(dict.fromkeys(ids)).index(number) for number in ids]
 
 
-def test_no_host_sync() -> None:
-    """On the meta device, reading a value raises."""
-    seq_lens = torch.empty(2, 5, dtype=torch.int32, device="meta")
-    assert document_ids(seq_lens, max_seq_len=16).device.type == "meta"
-    assert dense_mask(seq_lens, max_seq_len=16).shape == (2, 16, 16)
-    assert cu_seqlens_of(seq_lens, max_seq_len=16).shape == (13,)
-    assert flex_mask(seq_lens, max_seq_len=300, window=200).kv_indices.device.type == "meta"
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        seq_lens.sum().item()
-
-
 def test_make_mask_follows_the_device() -> None:
     rows = [{"tokens": [i] * n, "labels": [i] * n} for i, n in enumerate([5, 4, 2, 3, 3], 1)]
     batch = collate_packed(list(IterablePackedDataset(rows, max_seq_len=8, num_lanes=1)))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from streampack.attention.probe import find_leaks, probe_length
+from streampack.attention.probe import find_leaks
+from streampack.attention.probe_packs import probe_length
 from streampack.integrations.hf_trainer.hooks import Hooks
 
 

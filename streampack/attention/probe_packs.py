@@ -1,4 +1,4 @@
-"""A pack with images of noise for the leak probe, in each family's form."""
+"""Packs for the leak probe: random tokens, as long as a model's windows need, or with images of noise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
+from streampack.attention.families import media_tokens, position_table
+from streampack.attention.layout import untrained_batch
 from streampack.attention.vision import FAMILIES, as_arguments
 from streampack.packing.assemble import assemble
 from streampack.packing.batch import Batch, stack_packs
@@ -16,11 +19,67 @@ from streampack.packing.media import MediaSample, media_of
 from streampack.packing.model_positions import position_rule
 from streampack.types import IGNORE_INDEX, Array, Fragment, Pack, Sample
 
+PROBE_LENGTH = 256
+"""Tokens of the pack for a model without windows: two blocks of a block mask."""
+MIN_PROBE_LENGTH = 8
+MAX_PROBE_LENGTH = 1 << 14
+"""Windows that need a longer pack are not probed."""
+SAMPLE_FRACTIONS = (0.3, 0.0, 0.4, 0.2)
+"""Lengths of the samples as fractions of 256 tokens; 0 is a sample of one token. The rest is padding."""
+GROUP_FRACTIONS, GROUP_PARENTS = (0.3, 0.2, 0.1, 0.15, 0.1), (-1, 0, 0, 2, -1)
+"""A pack with a group: a prompt, two answers, a third that continues the second; then a sample of its own."""
+WINDOW_SETTINGS = ("sliding_window", "attention_chunk_size", "window_size", "sliding_window_size")
+"""Attributes of models and configs that hold the length of a window or chunk, in tokens."""
+
 IMAGES = ((1, 9), (0, 5), (2, 12), (1, 3))
 """Images and tokens of text of the samples of the probe's pack."""
 
 
-def probe_pack(model: Any, *, vocab_size: int, generator: torch.Generator) -> tuple[Batch, list[int]]:
+def probe_length(model: nn.Module, *, max_length: int | None = None) -> int:
+    """Return the length of a pack in which one sample is longer than the model's sliding windows and chunks.
+
+    For a model without windows it is 256. Windows of more than 16,128 tokens are ignored, because the pack would take
+    too much memory. The length is at most the model's number of positions and ``max_length``, and at least 8.
+    """
+    configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
+    texts = [config.get_text_config() for config in configs if hasattr(config, "get_text_config")]
+    holders = [*configs, *texts, *model.modules()]
+    widths = [getattr(holder, name, None) for holder in holders for name in WINDOW_SETTINGS]
+    lengths = [PROBE_LENGTH + width for width in widths if type(width) is int and width > 0]
+    length = max((length for length in lengths if length <= MAX_PROBE_LENGTH), default=PROBE_LENGTH)
+    limits = [max_length, position_table(model)]
+    # torchtune's decoders and rotary caches have a max_seq_len.
+    limits += [getattr(part, "max_seq_len", None) for part in model.modules()]
+    limits += [getattr(text, "max_position_embeddings", None) for text in texts[:1]]
+    return max(
+        MIN_PROBE_LENGTH, min([length, *(limit for limit in limits if type(limit) is int and limit > 0)])
+    )
+
+
+def text_pack(
+    max_seq_len: int, vocab_size: int, generator: torch.Generator, *, groups: bool
+) -> tuple[Batch, list[int]]:
+    """Make a pack of random tokens, with padding, and return it with the lengths of its samples."""
+    if max_seq_len < MIN_PROBE_LENGTH:
+        raise ValueError(
+            f"max_seq_len is {max_seq_len}; the probe's pack needs {MIN_PROBE_LENGTH} tokens or more"
+        )
+    fractions = GROUP_FRACTIONS if groups else SAMPLE_FRACTIONS
+    lengths = [max(1, int(fraction * min(max_seq_len, PROBE_LENGTH))) for fraction in fractions]
+    lengths[fractions.index(max(fractions))] += max(0, max_seq_len - PROBE_LENGTH)
+    tokens = torch.randint(0, vocab_size, (1, max_seq_len), generator=generator)
+    return untrained_batch(tokens[0], lengths, GROUP_PARENTS if groups else None), lengths
+
+
+def vocabulary_of(module: nn.Module | None) -> int:
+    """Return the size of the first embedding, or 0 if there is none; but only the ids below those of images."""
+    if module is None:
+        return 0
+    size = next((part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)), 0)
+    return min(size, *media_tokens(module), size)
+
+
+def image_pack(model: Any, *, vocab_size: int, generator: torch.Generator) -> tuple[Batch, list[int]]:
     """Make a pack of samples with and without images, with padding, and return it with the lengths of its samples."""
     config: Any = model.config
     if config.model_type not in FAMILIES:
