@@ -94,14 +94,7 @@ def inspect_files(
 ) -> Report:
     """Inspect files of rows.
 
-    Args:
-        paths: of the files.
-        tokenizer: arguments of `HFTokenizer`; a ``path`` of None for rows of token ids.
-        shape: arguments of `encoder_for`, which finds their encoder.
-        packing: arguments of `IterablePackedDataset`.
-        ranks: see `inspect_dataset`, as the others.
-        rows: see there.
-        packs: see there.
+    ``tokenizer``, ``shape`` and ``packing`` are arguments of `HFTokenizer`, `encoder_for` and `IterablePackedDataset`.
     """
     source = as_source(list(paths) if len(paths) > 1 else paths[0])
     found = source.examples()

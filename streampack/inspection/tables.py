@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from streampack.inspection.report import Report
-from streampack.packing.strategies import PADDED
 
 
 @dataclass(frozen=True)
@@ -42,42 +41,12 @@ def lead(report: Report) -> str:
 
 def report_tables(report: Report) -> list[Table]:
     """Return the tables of an inspection."""
-    tables = [_short(report), _ways(report), _quantiles(report), _longest(report)]
+    tables = [_ways(report), _quantiles(report), _longest(report)]
     if report.losses:
         tables.append(_losses(report))
     if report.sources:
         tables.append(_sources(report))
     return tables
-
-
-def _short(report: Report) -> Table:
-    chosen, lengths, settings = report.chosen, report.lengths, report.settings
-    padding = next(outcome for outcome in report.outcomes if outcome.name == PADDED)
-    ends = f"pad_seqs_to={settings.packing.pad_seqs_to} costs {percent(chosen.sequence_ends)}; "
-    rows = [
-        (
-            "padding",
-            percent(chosen.padding, chosen.error),
-            f"{ends if settings.packing.pad_seqs_to > 1 else ''}{percent(padding.padding)} in padded batches",
-        ),
-        ("optimizer steps", f"{chosen.steps:,.0f}", f"an epoch, of {chosen.samples_per_step:,.1f} samples"),
-        ("speed-up over padding", f"{chosen.speedup:.2f} x", "by tokens computed"),
-    ]
-    if chosen.media is not None:
-        rows.insert(1, ("max_media used", percent(chosen.media), f"of {settings.packing.max_media:,} a pack"))
-    lost, rows_lost = (
-        sum(loss.fraction for loss in report.losses),
-        sum(loss.rows for loss in report.losses),
-    )
-    rows += [
-        (
-            "trained tokens",
-            percent(lengths.trained / max(1, lengths.tokens)),
-            f"{lengths.trained:,} of those read",
-        ),
-        ("dropped or cut off", percent(lost), f"of the tokens, in {rows_lost:,} rows"),
-    ]
-    return Table("In short", ("figure", "value", "note"), rows, text=(2,))
 
 
 def _ways(report: Report) -> Table:
@@ -88,7 +57,17 @@ def _ways(report: Report) -> Table:
         row += [f"{each.packs:,.0f}", f"{each.steps:,.0f}", f"{each.samples_per_step:,.1f}"]
         row += [f"{each.tokens:,.0f}", f"{each.speedup:.2f} x"]
         rows.append(row)
-    return Table("Ways to make batches", columns, rows, chosen=0)
+    chosen, lengths, packing = report.chosen, report.lengths, report.settings.packing
+    lost, rows_lost = (sum(getattr(loss, of) for loss in report.losses) for of in ("fraction", "rows"))
+    trained = percent(lengths.trained / max(1, lengths.tokens))
+    notes = [
+        f"{trained} of the tokens are trained; {percent(lost)} are dropped or cut off, in {rows_lost:,} rows"
+    ]
+    if packing.pad_seqs_to > 1:
+        notes.append(f"pad_seqs_to={packing.pad_seqs_to} costs {percent(chosen.sequence_ends)} of padding")
+    if chosen.media is not None:
+        notes.append(f"max_media used: {percent(chosen.media)} of {packing.max_media:,} a pack")
+    return Table("Ways to make batches", columns, rows, notes, chosen=0)
 
 
 def _quantiles(report: Report) -> Table:

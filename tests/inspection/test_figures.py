@@ -67,7 +67,7 @@ def whole(corpus: Callable[..., IterablePackedDataset]) -> Callable[..., Any]:
         ("chat", "exact_fit", 16),
     ],
 )
-def test_each_way_to_pack_comes_to_what_a_run_measures(
+def test_each_way_to_pack_comes_to_what_a_run_measures_and_drops(
     name: str, way: str, multiple: int, corpus: Any, whole: Any
 ) -> None:
     loader = PackedDataLoader(corpus(name, **WAYS[way], pad_seqs_to=multiple), **STEPS)
@@ -79,6 +79,14 @@ def test_each_way_to_pack_comes_to_what_a_run_measures(
     ends = sum(fragment.padding for fragment in fragments)
     assert found.sequence_ends == pytest.approx(ends / ledger.capacity, abs=1e-12)
     assert (ends > 0) == (multiple > 1)
+    report = whole(name, multiple)
+    assert report.coverage.exact
+    assert (report.lengths.tokens, report.lengths.samples) == (ledger.tokens_in, ledger.samples)
+    lost = {loss.reason: (loss.tokens, loss.rows) for loss in report.losses if loss.tokens or loss.rows}
+    counted = {reason: (ledger.dropped[reason], n) for reason, n in ledger.dropped_samples.items() if n}
+    if ledger.untrained:  # also where they are not dropped, the report says how many train nothing
+        counted.setdefault("untrained", (0, ledger.untrained))
+    assert lost == counted
 
 
 def test_a_run_of_padded_batches_is_told_its_own_padding() -> None:
@@ -97,23 +105,6 @@ def test_a_run_of_padded_batches_is_told_its_own_padding() -> None:
     first = [pack.tokens.size for pack in islice(again.stream(), 3)]
     assert {pack.max_seq_len for pack in report.packs} == {max(first)}
     assert [pack.max_seq_len - pack.padding for pack in report.packs] == first
-
-
-@pytest.mark.parametrize("name", CORPORA)
-def test_what_is_read_and_dropped_is_what_the_ledger_of_a_run_says(
-    name: str, corpus: Any, whole: Any
-) -> None:
-    report, run = whole(name), corpus(name)
-    for _ in run:
-        pass
-    ledger = run.ledger()
-    assert report.coverage.exact
-    assert (report.lengths.tokens, report.lengths.samples) == (ledger.tokens_in, ledger.samples)
-    lost = {loss.reason: (loss.tokens, loss.rows) for loss in report.losses if loss.tokens or loss.rows}
-    counted = {reason: (ledger.dropped[reason], n) for reason, n in ledger.dropped_samples.items() if n}
-    if ledger.untrained:  # also where they are not dropped, the report says how many train nothing
-        counted.setdefault("untrained", (0, ledger.untrained))
-    assert lost == counted
 
 
 @pytest.mark.parametrize("name", CORPORA)
