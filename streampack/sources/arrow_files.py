@@ -15,7 +15,7 @@ from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import FileSource, divide, places
 from streampack.sources.other_kinds import by_content
 from streampack.sources.parts import Damage, Part, Record
-from streampack.sources.row_groups import BATCH_ROWS
+from streampack.sources.row_groups import BATCH_ROWS, require_pyarrow
 from streampack.storage.base import ParallelMap, map_in_threads, resized
 from streampack.storage.listing import Name, find_files
 from streampack.storage.ranges import Fetcher, RangeStream
@@ -71,10 +71,7 @@ class ArrowSource(FileSource):
         manifest: Name | None = None,
         storage: Storage | Mapping[str, Any] | None = None,
     ) -> None:
-        try:
-            import pyarrow  # noqa: F401 - it is used later; if it is missing, that is an error now
-        except ImportError as error:
-            raise ImportError("reading Arrow needs pyarrow: pip install 'streampack[data]'") from error
+        require_pyarrow("Arrow")
         super().__init__(find_files(paths, manifest=manifest, endings=ARROW, storage=storage))
         self._batches: dict[int, Batches] = {}
 
@@ -162,7 +159,7 @@ class ArrowSource(FileSource):
         head = fetcher.take((file, 0, min(len(MAGIC), file.size)))
         _require_arrow(file.shown, head)
         begin = len(MAGIC) if head == MAGIC else 0
-        stream = _Noting(fetcher, file, begin, file.size)
+        stream = RangeStream(fetcher, file, begin, file.size)
         try:
             for batch in pyarrow.ipc.open_stream(pyarrow.PythonFile(io.BufferedReader(stream), "r")):
                 yield at, batch
@@ -201,20 +198,6 @@ class ArrowSource(FileSource):
         except (pyarrow.ArrowInvalid, OSError) as error:
             problem = _damaged(sum(counts), error)
         return Batches([0, *accumulate(counts)], get, problem)
-
-
-class _Noting(RangeStream):
-    """A stream for pyarrow, whose own errors for a file that was cut off are of the same class as the storage's."""
-
-    error: Exception | None = None
-
-    @override
-    def readinto(self, buffer: Any) -> int:
-        try:
-            return super().readinto(buffer)
-        except Exception as error:
-            self.error = error
-            raise
 
 
 def _require_arrow(path: str, head: bytes) -> None:

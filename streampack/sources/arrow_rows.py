@@ -81,11 +81,7 @@ class ArrowBatch:
         self.checked: dict[tuple[str | None, str | None], CheckedIds | None] = {}
 
     def row(self, index: int) -> Mapping[str, Any]:
-        """Return a row as a mapping of plain Python values: an `ArrowRow` if it has columns of ids, else a dict.
-
-        Raises:
-            ValueError: for a value that cannot be decoded.
-        """
+        """Return a row as plain Python values: an `ArrowRow` if it has columns of ids, else a dict."""
         if self.unread:
             self.unread -= 1
         values = {name: column[index].as_py() for name, column in self.others.items()}

@@ -89,18 +89,9 @@ class Quarantine:
         return replace(self, folder=None if self.folder is None else Path(self.folder, name))
 
     def skip(self, lane: int, *, source: Source, row_id: RowId, reason: str, before: int, rows: int) -> None:
-        """List a record that a lane skips.
+        """List a record that a lane skips; raise ValueError if it has skipped as many as the limit allows.
 
-        Args:
-            lane: which lane skips it.
-            source: of the run.
-            row_id: of the record.
-            reason: why it is skipped.
-            before: how many other records the lane has skipped in this pass over its rows.
-            rows: how many rows it has read in all passes.
-
-        Raises:
-            ValueError: if there are as many others as the limit allows.
+        It has skipped ``before`` others in this pass over its rows, and has read ``rows`` in all passes.
         """
         of_rows = isinstance(self.limit, float)
         if before >= (max(MOST_UNJUDGED, self.limit * rows) if of_rows else self.limit):
@@ -202,11 +193,7 @@ def quarantine_for(skip_bad: SkipBad, *, folder: str | os.PathLike[str] | None =
 
 
 def require_sound(source: Source, quarantine: Quarantine | None) -> None:
-    """Warn once of the files that cannot be read, as far as is known.
-
-    Raises:
-        ValueError: if bad records are not skipped; it names ten of the files.
-    """
+    """Warn once of the files that cannot be read; raise ValueError, naming ten, if bad records are not skipped."""
     leaves = file_sources(source).values()
     if not (bad := [problem for each in leaves for problem in each.bad_files()]):
         return

@@ -47,12 +47,7 @@ class CorpusList:
 
     @classmethod
     def load(cls, folder: Path, digest: str, num_lanes: int) -> CorpusList:
-        """Read a list that `save` wrote.
-
-        Raises:
-            ValueError: if there is none, or it is damaged.
-            OSError: if it cannot be read, as without permission.
-        """
+        """Read a list that `save` wrote; raise ValueError if it is missing or damaged."""
         path = _path(folder, digest, num_lanes)
         try:
             content = path.read_bytes()

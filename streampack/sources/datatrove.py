@@ -87,11 +87,7 @@ def _with_mask(file: File, found: Layout | str) -> Layout | str:
 
 
 def _layout(corpus: Corpus, file: File, *, loss: bool) -> Layout:
-    """Compare the sizes of a file, of its index and of its loss with one another.
-
-    Raises:
-        ValueError: if they do not belong together.
-    """
+    """Compare the sizes of a file, its index and its loss; raise ValueError if they do not belong together."""
     index = companion(corpus, file, lambda name: f"{name}.index")
     if index is None:
         raise ValueError(

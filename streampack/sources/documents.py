@@ -238,11 +238,7 @@ class DocumentSource(NumberedRecords):
 
 
 def mapped(file: File) -> memoryview:
-    """Return the content of a file of this machine, which stays mapped while a view of it is held.
-
-    Raises:
-        ValueError: if the file has another size than when it was listed.
-    """
+    """Return the content of a file of this machine, which stays mapped while a view of it is held."""
     with Path(file.path).open("rb") as opened:
         if (size := os.fstat(opened.fileno()).st_size) != file.size:  # an empty one cannot be mapped
             raise resized(file, size)

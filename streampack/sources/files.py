@@ -73,11 +73,7 @@ class FileSource(Source):
 
     @abstractmethod
     def decode(self, part: Part, offset: int, raw: Any) -> Mapping[str, Any]:
-        """Make a row's data of a record's raw data.
-
-        Raises:
-            ValueError: if the record is broken.
-        """
+        """Make a row's data of a record's raw data; raise ValueError if the record is broken."""
 
     def identity(self) -> dict[str, Any]:
         """Describe the files by their names and sizes, and each file's ETag or its first and last 64 KiB.

@@ -17,6 +17,7 @@ from typing_extensions import override
 from streampack.sources.documents import DocumentSource, Layout, Stored, mapped
 from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import places
+from streampack.sources.other_kinds import by_content
 from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import File, map_in_threads
 from streampack.storage.corpus import Corpus, look_at_each
@@ -36,14 +37,8 @@ NUMPY = b"\x93NUMPY"
 LLM_C = {20240520: "uint16", 20240801: "uint32"}
 """Types by the first number of llm.c's header of 256 ``int32``. The third is the number of tokens.
 https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py"""
-CERTAIN = {
-    b"\x28\xb5\x2f\xfd": "zstd data",
-    b"\xfd7zXZ\x00": "xz data",
-    b"PK\x03\x04": "a zip archive",
-    b"PAR1": "a Parquet file",
-    b"ARROW1": "an Arrow file",
-}
-"""Kinds of files by their first bytes, where these are too many to be ids by chance."""
+CERTAIN = (b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\x00", b"PK\x03\x04", b"PAR1", b"ARROW1")
+"""First bytes of files of other kinds, too many to be ids by chance."""
 DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 AGAIN = "it was cut off or replaced: copy it again"
 
@@ -251,13 +246,9 @@ class FlatTokensSource(DocumentSource):
 
 
 def layout_of(corpus: Corpus, file: File, *, dtype: str | None) -> Layout:
-    """Read the beginning of a file, and return where its ids lie. Without a header, they are of type ``dtype``.
+    """Return where a file's ids are, by its header, or without one as raw ids of type ``dtype``.
 
     The name does not decide: the ``.npy`` files of OLMo are raw, and those of ``numpy.save`` have a header.
-
-    Raises:
-        ValueError: if the header is none of ids, or does not describe a file of this size; without a header, if the
-            size is no multiple of an id's, or no type is given.
     """
     head = Fetcher(corpus.storage).take((file, 0, min(file.size, HEAD_BYTES)))
     header = _of_numpy(head) if head.startswith(NUMPY) else _of_llm_c(head)
@@ -274,8 +265,8 @@ def layout_of(corpus: Corpus, file: File, *, dtype: str | None) -> Layout:
         raise ValueError(
             "it has no header that says how ids are stored; give dtype, such as 'uint16' or 'uint32', as it was written"
         )
-    if (kind := next((kind for magic, kind in CERTAIN.items() if head.startswith(magic)), None)) is not None:
-        raise ValueError(f"it is {kind}, and no ids of {dtype}")
+    if head.startswith(CERTAIN):
+        raise ValueError(f"it holds no ids of {dtype}: {by_content(file.shown, head)}")
     raw = np.dtype(dtype).newbyteorder("<")
     if file.size % raw.itemsize:
         raise ValueError(

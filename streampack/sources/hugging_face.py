@@ -55,12 +55,11 @@ class HFSource(WrappedSource):
     >>> [row.data["text"] for row in HFSource(rows.to_iterable_dataset()).read(Reading(start=(0, 1, 0)))]
     ['b', 'c']
 
-    A map-style dataset is read as by `MapSource`. Of a streaming one, shards are divided among the lanes. If it has
-    fewer shards than there are lanes, several lanes read the same shard and take turns with its rows, which costs as
-    many times as much; ``dataset.reshard()`` makes a shard of each row group of Parquet files. A resume reads the shard
-    again from its first row up to the cursor. By row that takes about 8 us a row, and whatever ``map`` does with it, so
-    do slow work in the encoder. A stream that does more than change or drop rows one by one (interleaved, repeated, cut
-    by ``take``) is read as one shard.
+    A map-style dataset is read as by `MapSource`. The shards of a streaming one are divided among the lanes. If there
+    are fewer shards than lanes, several lanes read the same one and take turns with its rows; ``dataset.reshard()``
+    makes a shard of each row group of Parquet files. A resume reads the shard again up to the cursor, with all that
+    ``map`` does (else about 8 us a row), so do slow work in the encoder. A stream that does more than change or drop
+    rows one by one (interleaved, repeated, cut by ``take``) is read as one shard.
 
     Ids in the columns of a map-style dataset, and of a stream of Parquet or Arrow files, are read as arrays. A stream
     that was changed by ``map``, ``filter``, ``cast`` or ``with_format`` is read by row, as Python lists. Records in

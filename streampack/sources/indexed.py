@@ -34,17 +34,8 @@ def read_indexes(
 ) -> tuple[Corpus, list[Shard]]:
     """Return the shards that the indexes of folders name, in their order, and what the indexes say of them.
 
-    Files on this machine that are gone or have another size have a `File.problem`. Those behind a URL are checked
-    when they are read.
-
-    Args:
-        folders: in one place: on this machine, or behind URLs.
-        describe: checks an index and its entry of a shard, and returns what that says. It raises ValueError.
-        storage: how files behind URLs are read.
-
-    Raises:
-        ValueError: if there is no index or it is none of such shards, a name leads out of its folder, a shard is named
-            twice, or none can be read.
+    Files on this machine that are gone or have another size have a `File.problem`. Those at a URL are checked when they
+    are read. ``describe`` checks an index and its entry of a shard, and returns what that says.
     """
     if not folders:
         raise ValueError("no folders given; name at least one")
@@ -78,11 +69,7 @@ def read_indexes(
 
 
 def read_index(folder: str, storage: LocalStorage | RemoteStorage) -> tuple[str, dict[str, Any]]:
-    """Return the path of a folder's index, at a version if the storage has any, and its content, empty if it is a list.
-
-    Raises:
-        ValueError: if there is none, or it is no JSON.
-    """
+    """Return the path of a folder's index, at a version if the storage has any, and its content; empty for a list."""
     url = with_path(folder, lambda path: f"{path.rstrip('/')}/{INDEX}")
     path, text = once(partial(_read, url, storage), of=redact(url), local=isinstance(storage, LocalStorage))
     try:

@@ -37,13 +37,11 @@ class JSONLSource(LineSource):
     Files may be compressed: ``.gz``, ``.bz2``, ``.xz``, ``.zst`` or ``.zstd``, and ``.lz4``. One that was cut off gives
     the rows that are complete, then a bad record.
 
-    Plain files are divided into lanes by byte range: a row belongs to the part in which its first byte lies. For that,
-    an array is scanned once when a run starts (1 GB takes one to two seconds), unless each lane has several files. In
-    a compressed file one cannot seek: it is one part, and a resume reads it again from its start. If there are fewer
-    such files than lanes to fill, several lanes read the same file and take turns with its rows; the log says so. The
-    list of files and their sizes is fixed at construction. For ``hf://`` paths the commit is fixed too, and logged: if
-    the branch moves, the run keeps reading that commit, and to resume it, name the commit:
-    ``hf://datasets/org/name@<commit>/*.jsonl``.
+    Plain files are divided into lanes by byte range. For that, an array is scanned once when a run starts (1 GB takes
+    one to two seconds), unless each lane has several files. A compressed file is one part, and a resume reads it again
+    from its start; if there are too few, several lanes read the same file and take turns with its rows. Files and sizes
+    are fixed at construction. For ``hf://`` paths the commit is, too, and logged: to resume a run after the branch
+    moved, name that commit, ``hf://datasets/org/name@<commit>/*.jsonl``.
 
     >>> import tempfile, pathlib
     >>> from streampack.sources import Reading

@@ -177,12 +177,7 @@ def _described(
 
 
 def _row(columns: list[Column], raw: bytes) -> dict[str, Any]:
-    """Return the values of a sample's columns by name.
-
-    Raises:
-        ValueError: if the sample is damaged.
-        LookupError: if a value is damaged.
-    """
+    """Return the values of a sample's columns by name; raise ValueError or LookupError if it is damaged."""
     variable = sum(column.size is None for column in columns)
     sizes = iter(np.frombuffer(raw, "<u4", variable).tolist())
     at, row = 4 * variable, {}

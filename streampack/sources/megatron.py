@@ -123,11 +123,7 @@ def _data_file(path: str) -> str:
 
 
 def _layout(corpus: Corpus, file: File) -> Layout:
-    """Read the header of a file's index, and compare what it says with the sizes of both files.
-
-    Raises:
-        ValueError: if they do not belong together.
-    """
+    """Compare the header of a file's index with the sizes of both files; raise ValueError if they do not fit."""
     index = companion(corpus, file, lambda name: name.removesuffix(".bin") + ".idx")
     if index is None:
         raise ValueError(

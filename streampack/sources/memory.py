@@ -192,13 +192,12 @@ Rows = Iterable[Mapping[str, Any]]
 class IterableSource(Source):
     """Rows of an iterable that yields the same rows each time it is iterated, or of a function that returns one.
 
-    By default each consumer (ranks x workers) reads one lane of it. Each lane iterates over all rows, and they take
-    turns in keeping one. An iterable cannot begin in the middle, so a resume reads it again from its start. Where that
-    takes long, write token shards with `streampack tokenize`. It may have no end, so 100,000 rows in a row that a lane
-    drops are an error.
+    Each lane iterates over all rows and keeps its own; by default a consumer (ranks x workers) has one lane. A resume
+    iterates from the start again; where that takes long, write token shards with `streampack tokenize`. 100,000 dropped
+    rows in a row are an error, as an iterable may have no end.
 
-    The iterable may reuse a row's memory for the next row: rows that must be kept are copied, with the dicts, lists,
-    arrays and tensors in them. Objects of other classes are not copied, so they must be new for each row.
+    The iterable may reuse the memory of dicts, lists, arrays and tensors for its next row. Objects of other classes are
+    not copied, so they must be new for each row.
 
     >>> from streampack.sources import Reading
     >>> source = IterableSource(lambda: ({"tokens": [i], "labels": [i]} for i in range(3)))

@@ -62,22 +62,19 @@ class Mix(Source):
             - {name: code, weight: 0.3, source: {...}, encoder: {...}}
             - {name: web, weight: 0.7, source: {...}, encoder: {...}}
 
-    A source may be a `Mix` itself, with the same ``stop``: its sources take its place, and their weights divide its
-    weight. Weights may be changed at a resume, with a warning: the new ones apply from the next row on, and the packs
-    of open balance windows that were not returned are dropped and counted. Names, order and ``stop`` may not be
-    changed.
+    Weights may be changed at a resume, with a warning: the new ones apply from the next row on, and the packs of open
+    balance windows that were not returned are dropped and counted. Names, order and ``stop`` may not be changed.
 
     Args:
         sources: a mapping for each, with ``name``, ``source`` (whatever an `IterablePackedDataset` takes), ``weight``
             (only the ratios of the weights matter; one of weight 0 is not read) and, if its rows need another encoder
-            than the run's,
-            ``encoder``. A mixture's `entries` are taken, too.
+            than the run's, ``encoder``. A mixture's `entries` are taken, too.
         stop: when an epoch ends.
 
     Raises:
         ValueError: for a name that is missing, used twice or holds a slash, a weight below 0, only weights of 0, an
-            unknown ``stop``, or another ``stop`` than that of a mixture within; when the mixture is read, if a source
-            has no rows, or none of its tokens is trained.
+            unknown ``stop``, or a mixture as a source; when the mixture is read, if a source has no rows, or none of
+            its tokens is trained.
     """
 
     def __init__(
@@ -96,36 +93,19 @@ class Mix(Source):
             if entry.name in seen:
                 raise ValueError(f"two sources are named {entry.name!r}; give each a name of its own")
             seen.add(entry.name)
-        flat = [leaf for entry in given for leaf in self._flattened(entry)]
-        total = math.fsum(entry.weight for entry in flat)
+            if isinstance(entry.source, Mix):
+                raise ValueError(
+                    f"source {entry.name!r} is a mixture; name its sources in this one, with weights"
+                )
+        total = math.fsum(entry.weight for entry in given)
         if not total:
             raise ValueError("all sources of the mixture have weight=0; give at least one a weight above 0")
-        self.entries = [replace(entry, weight=entry.weight / total) for entry in flat]
+        self.entries = [replace(entry, weight=entry.weight / total) for entry in given]
         self.varies_by_process = any(entry.source.varies_by_process for entry in self.entries)
         self.local = all(entry.source.local for entry in self.entries)
         self.weights = tuple(
             max(1, round(entry.weight * TOTAL_WEIGHT)) if entry.weight else 0 for entry in self.entries
         )
-
-    def _flattened(self, entry: Entry) -> list[Entry]:
-        """Return the entries that take an entry's place: the sources of a mixture, or the entry itself."""
-        mix = entry.source
-        if not isinstance(mix, Mix):
-            return [entry]
-        if mix.stop != self.stop:
-            raise ValueError(
-                f"source {entry.name!r} is a mixture with stop={mix.stop!r}, within one with stop={self.stop!r}; give "
-                "both the same stop"
-            )
-        return [
-            replace(
-                inner,
-                name=f"{entry.name}/{inner.name}",
-                weight=entry.weight * inner.weight,
-                encoder=entry.encoder if inner.encoder is None else inner.encoder,
-            )
-            for inner in mix.entries
-        ]
 
     @property
     @override

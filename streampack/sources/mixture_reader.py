@@ -31,7 +31,7 @@ class Entry:
     """One source of a mixture.
 
     Attributes:
-        name: such as ``"code"``, or ``"web/en"`` for the source ``"en"`` of a mixture ``"web"`` within the mixture.
+        name: such as ``"code"``.
         source: yields the rows.
         weight: target fraction of the trained tokens, up to a factor that all sources have in common.
         encoder: for the rows of this source; None if they are encoded with the run's encoder.
@@ -65,11 +65,7 @@ class SourceState:
 
 
 def states_at(cursor: Cursor, sources: int) -> list[SourceState]:
-    """Return the states of the sources that a mixture's cursor holds.
-
-    Raises:
-        ValueError: if it is not the cursor of this number of sources.
-    """
+    """Return the states that a cursor holds; raise ValueError if it is not of this number of sources."""
     numbers, found = iter(cursor), []
     for _ in range(sources):
         deficit, restarts, untrained, begun, size = [*islice(numbers, 5), *[-1] * 5][:5]
@@ -121,20 +117,17 @@ def pass_number(epoch: int, restarts: int) -> int:
 
 
 class MixtureReader(Reader):
-    """One lane's rows of a mixture in one epoch, each from the source that is furthest behind its weight.
+    """One lane's rows of a mixture in one epoch, each from the source that lacks most to its weight.
 
-    A cursor holds the deficit, the restarts and the cursor of each source.
-
-    After each row, the lane that reads calls `charge` with the samples made of it, whose trained tokens are counted. A
-    source's deficit is ``its weight * the trained tokens of all sources - the sum of weights * its own trained
+    After each row, the lane calls `charge` with the samples made of it, whose trained tokens are counted. A source's
+    deficit is ``its weight * the trained tokens of all sources - the sum of weights * its own trained
     tokens``. Deficits are integers, so the choice is the same on every machine. The next row comes from the source with
     the largest deficit; of several with the same deficit, from the first. (Deficit round robin, Shreedhar and Varghese
     1996, in which sources take fixed turns instead.)
 
-    If all lanes began with deficits of 0, all would choose the same sources at the same time, and after the first rows
-    all would have trained too many tokens of the sources with long rows. So each lane begins with other deficits, drawn
-    at random by (seed, epoch, lane), which add up to 0 and are at most ``stagger`` tokens apart. The probability that a
-    source has the largest one is its target fraction.
+    If all lanes began with deficits of 0, all would choose the same sources at the same time, and train too many tokens
+    of long rows first. So each lane draws its first deficits by (seed, epoch, lane): they add up to 0, are at most
+    ``stagger`` tokens apart, and a source has the largest one with the probability of its target fraction.
 
     How far can a source's fraction be off after T trained tokens of a lane's epoch? Let S be the number of sources and
     M the larger of ``stagger`` and the most trained tokens of a row, and let deficits be in tokens (divided by the sum
@@ -142,12 +135,7 @@ class MixtureReader(Reader):
     lowest. Hence all stay between -M and (S - 1) M. They began no further than M (S - 1) / S from 0, and
     their change since then is the error in tokens, so the fraction is off by at most S M / T.
 
-    Args:
-        entries: the sources.
-        reading: the lane and epoch to read, and where to begin.
-        locate: the mixture's `Source.locate`.
-        stop: when an epoch ends, one of `STOPS`.
-        weights: the sources' weights. A source of weight 0 is not read.
+    The arguments are those of the `Mix`; a source of weight 0 is not read.
     """
 
     def __init__(
@@ -310,9 +298,6 @@ class MixtureReader(Reader):
         """Return the next pass that has a row of a source for this lane; None if those of this epoch have none.
 
         That is so where its files were removed, and those that were added are read from the next epoch on.
-
-        Raises:
-            ValueError: if there is none in the passes over one list of files that bring each row to this lane.
         """
         reading, entry, following = self.reading, self.entries[index], self.states[index].restarts + 1
         lists = [each.until - pass_number(reading.epoch, 0) for each in reading.earlier.get(entry.name, ())]

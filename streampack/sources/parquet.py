@@ -12,7 +12,14 @@ from streampack.sources.examples import EXAMPLES, Example
 from streampack.sources.files import PARTS_PER_LANE, WHOLE_FILE_PARTS, FileSource
 from streampack.sources.parts import Damage, Part, Record, assign, for_lanes
 from streampack.sources.reading import spread
-from streampack.sources.row_groups import Footers, group_of, records_of, row_groups, starts_of
+from streampack.sources.row_groups import (
+    Footers,
+    group_of,
+    records_of,
+    require_pyarrow,
+    row_groups,
+    starts_of,
+)
 from streampack.storage.base import ParallelMap
 from streampack.storage.listing import Name, find_files
 from streampack.storage.ranges import Fetcher
@@ -66,10 +73,7 @@ class ParquetSource(FileSource):
         manifest: Name | None = None,
         storage: Storage | Mapping[str, Any] | None = None,
     ) -> None:
-        try:
-            import pyarrow.parquet  # noqa: F401 - it is used later; if it is missing, that is an error now
-        except ImportError as error:
-            raise ImportError("reading Parquet needs pyarrow: pip install 'streampack[data]'") from error
+        require_pyarrow("Parquet")
         if isinstance(columns, str) or (columns is not None and not columns):
             raise ValueError(f"columns={columns!r} is no list of columns; give their names, or None for all")
         self.columns = None if columns is None else list(columns)
@@ -162,10 +166,9 @@ class ParquetSource(FileSource):
         ]
 
     def _runs(self, number: int, step: int) -> tuple[list[tuple[Part, float]], str | None]:
-        """Return (part, bytes) for each run of a file's row groups, and why the file cannot be read, if so.
+        """Return (part, bytes) for each run of row groups with ``step`` bytes, and why the file cannot be read, if so.
 
-        A run ends when it has ``step`` bytes. A file without a readable footer is one part. A file that lacks a column
-        is cut like others: the lanes do not depend on which columns are read.
+        Lanes do not depend on which columns are read, so a file that lacks one is cut like others.
         """
         size = self.files[number].size
         if (problem := self.bad.get(number)) is not None:

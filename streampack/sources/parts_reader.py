@@ -120,12 +120,7 @@ class PartsReader(Reader):
         return any(part.file == REMOVED_FILE for part in self.parts[self.cursor[0] : last + 1])
 
     def _windows(self) -> Iterator[tuple[int, int, Any]]:
-        """Yield the records of one window after the other, and move the cursor after each.
-
-        Raises:
-            ValueError: if a window was read before a resume, and had other records then.
-            FileNotFoundError: if that is so because a file is gone.
-        """
+        """Yield the records of one window after the other, and move the cursor after each."""
         records = self._records()
         done, expected = self.cursor[2], list(self.cursor[3:])  # of the window in which reading resumes
         while True:

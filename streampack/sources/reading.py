@@ -169,11 +169,7 @@ def own_row(value: Any) -> Any:
 
 
 def picked(rows: Iterator[Mapping[str, Any]], numbers: Sequence[int]) -> dict[int, Mapping[str, Any]]:
-    """Return copies of the rows with these numbers, which rise. The first of ``rows`` is that of the first number.
-
-    Raises:
-        ValueError: if the rows end before the last of them.
-    """
+    """Return copies of the rows with these numbers, which rise. ``rows`` begin with the first of them."""
     first, wanted = numbers[0], {*numbers}
     between = islice(enumerate(rows, first), numbers[-1] - first + 1)
     found = {number: own_row(row) for number, row in between if number in wanted}

@@ -25,6 +25,14 @@ BATCH_BYTES = 1 << 24
 """At most about this number of bytes is decoded at a time: a sample may hold its batch."""
 
 
+def require_pyarrow(what: str) -> None:
+    """Raise ImportError if pyarrow is not installed, before it is needed."""
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"reading {what} needs pyarrow: pip install 'streampack[data]'") from error
+
+
 class Footers:
     """A cache of the metadata of Parquet files, which several threads may read.
 
@@ -44,11 +52,7 @@ class Footers:
         return {**self.__dict__, "_kept": {}}
 
     def get(self, number: int, take: Callable[[Block], bytes]) -> Any:
-        """Return a file's metadata, pyarrow's ``FileMetaData``; read it by ``take`` if it is not in the cache.
-
-        Raises:
-            Damage: if the file has no readable footer.
-        """
+        """Return a file's metadata, pyarrow's ``FileMetaData``; read it by ``take`` if it is not in the cache."""
         footer = self._kept.get(number)
         return self._first_call(number, lambda: self._read(number, take)) if footer is None else footer
 
@@ -85,11 +89,7 @@ def _read(file: File, take: Callable[[Block], bytes]) -> Any:
 
 
 def records_of(footers: Footers, part: Part, offset: int, fetcher: Fetcher) -> Iterator[Record]:
-    """Yield the records of a part. Offsets are row numbers in the file; raw data is (batch, index in the batch).
-
-    Raises:
-        Damage: if the footer cannot be read, the file lacks a column, or a row group is damaged.
-    """
+    """Yield the records of a part. Offsets are row numbers in the file; raw data is (batch, index in the batch)."""
     footer = footers.get(part.file, fetcher.take)
     if (problem := footers.problem(footer)) is not None:
         raise Damage(problem, offset=offset)

@@ -93,11 +93,7 @@ class Shard:
 
 
 def shard_of(name: str, header: Mapping[str, Any]) -> Shard:
-    """Check the header of a shard, or its entry in an index, and return it as a `Shard`.
-
-    Raises:
-        ValueError: if it has another format or version, or a value is out of range.
-    """
+    """Return the header of a shard, or its entry in an index; raise ValueError if it is none of this version."""
     if header.get("format") != FORMAT or header.get("version") != VERSION:
         raise ValueError(
             f"{name} is of format {header.get('format')!r}, version {header.get('version')!r}; this reads {FORMAT!r}, "
@@ -113,10 +109,7 @@ def shard_of(name: str, header: Mapping[str, Any]) -> Shard:
 def read_header(folder: Folder, name: str) -> dict[str, Any] | None:
     """Read the header of a shard; return None if there is no such file, or only a part of it.
 
-    Folders on this machine and object stores show no parts of files, but other file systems behind URLs may.
-
-    Raises:
-        ValueError: if the file is no token shard.
+    Folders on this machine and object stores show no parts of files, but other file systems at URLs may.
     """
     if (found := folder.head(name, HEADER_BYTES)) is None:
         return None
@@ -152,13 +145,7 @@ def _parsed(raw: bytes, *, shown: str) -> dict[str, Any]:
 
 
 class ShardWriter:
-    """Writes one shard, which has its name when it is complete.
-
-    Args:
-        folder: that is to hold the shard.
-        name: of the shard.
-        dtype: the type of the stored tokens, one of `DTYPES`.
-    """
+    """Writes one shard of tokens of a type in `DTYPES`. It gets its name when it is complete."""
 
     def __init__(self, folder: Folder, name: str, *, dtype: str) -> None:
         self.folder = folder
@@ -179,11 +166,7 @@ class ShardWriter:
         return self.offsets[-1]
 
     def append(self, tokens: IntArray, trained: npt.NDArray[np.bool_]) -> None:
-        """Write one document.
-
-        Raises:
-            ValueError: for a token id that does not fit into the shard's type.
-        """
+        """Write one document; raise ValueError for a token id that does not fit into the shard's type."""
         limit = np.iinfo(self.dtype).max
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) <= limit:
             bad = tokens[(tokens < 0) | (tokens > limit)][0]

@@ -29,17 +29,10 @@ def columns_read(transform: Any) -> dict[str, str]:
 
 
 def require_content(row: Mapping[str, Any], columns: Mapping[str, str]) -> None:
-    """Raise if a column that a transform reads, or a message in it, holds no text.
+    """Raise ValueError if one of the ``columns`` that a transform reads, or a message in it, holds no text.
 
     torchtune's ``OpenAIToMessages`` gives a message without text the content of the message before it, so that the
     prompt is trained as the answer; ``AlpacaToMessages`` formats ``None`` into the prompt.
-
-    Args:
-        row: for the transform.
-        columns: that it reads, see `columns_read`.
-
-    Raises:
-        ValueError: naming the column and the message.
     """
     alpaca = "instruction" in columns  # it has an optional input
     for name, column in columns.items():

@@ -252,11 +252,7 @@ class _Strict(tarfile.TarInfo):
 def members(
     archive: tarfile.TarFile, base: int, stop: int | None = None, *, wanted: Callable[[str], bool]
 ) -> Iterator[Member]:
-    """Yield the files in a tar, whose bytes are read from byte ``base`` on, up to the first sample from ``stop`` on.
-
-    Raises:
-        tarfile.ReadError: if a header is broken, or the tar was cut off.
-    """
+    """Yield the files in a tar, whose bytes are read from byte ``base`` on, up to the first sample from ``stop`` on."""
     key: str | None = None  # of the last one
     for info in archive:
         archive.members = []  # type: ignore[attr-defined] # else they would all be kept

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from typing_extensions import override
@@ -136,11 +136,7 @@ class FileStorage(ABC):
 
     @abstractmethod
     def look(self, path: str) -> File:
-        """Return a file with its size and tag, and without a name.
-
-        Raises:
-            FileNotFoundError: if there is none.
-        """
+        """Return a file with its size and tag, and without a name; raise FileNotFoundError if there is none."""
 
     @abstractmethod
     def pinned(self, paths: Sequence[str]) -> list[str]:
@@ -284,11 +280,8 @@ def redact(path: str) -> str:
     return f"{parts.scheme}://{host}{parts.path if '=' not in parts.path else parts.path.partition('?')[0]}"
 
 
-class ParallelMap(Protocol):
-    """A parallel map: `map_in_threads`, or one that divides the items among the ranks."""
-
-    def __call__(self, call: Callable[[Item], Result], items: Sequence[Item], /) -> list[Result]:
-        """Return the results, in the items' order."""
+ParallelMap = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
+"""A parallel map: `map_in_threads`, or one that divides the items among the ranks."""
 
 
 def map_in_threads(call: Callable[[Item], Result], items: Sequence[Item] | Iterable[Item]) -> list[Result]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ from streampack.storage.base import (
     with_path,
 )
 from streampack.storage.hub import commit_of
-from streampack.storage.names import Files
+from streampack.storage.names import Files, Texts
 
 UNREADABLE = "unreadable"  # the tag of a file that is gone or cannot be read
 Result = TypeVar("Result")
@@ -75,7 +75,7 @@ class Corpus:
     files: Files
     storage: FileStorage
     # None until they are known, for which the files' ends may have to be read.
-    _tags: Sequence[str] | None = field(default=None, init=False)
+    _tags: Texts | list[str] | None = field(default=None, init=False)
     _digest: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -123,13 +123,13 @@ class Corpus:
         """Return the number of files, their bytes, and the digest, as the identity of a run holds them."""
         return f"{len(self.files):,} file(s) of {sum(self.files.sizes):,} bytes, digest {self.digest()}"
 
-    def tags(self) -> Sequence[str]:
+    def tags(self) -> Texts | list[str]:
         """Return the tags of the files, in their order. The first call may read the ends of files without one."""
         if self._tags is None:
             self._tags = self.find_tags(map_in_threads)
         return self._tags
 
-    def find_tags(self, parallel_map: ParallelMap) -> Sequence[str]:
+    def find_tags(self, parallel_map: ParallelMap) -> Texts | list[str]:
         """Return the tags; ``parallel_map`` reads the files whose tags are not known."""
         known, special = self.files.tags, self.files.special
         lacking = [
@@ -143,7 +143,7 @@ class Corpus:
         others = dict(zip(lacking, found, strict=True))
         return [others.get(number, tag) for number, tag in enumerate(known)]
 
-    def identify(self, tags: Sequence[str]) -> None:
+    def identify(self, tags: Texts | list[str]) -> None:
         """Set the tags of the files, in the files' order, which other ranks may have read."""
         self._tags, self._digest = tags, None
 
@@ -162,12 +162,9 @@ class Corpus:
 
 
 def look_at_each(corpus: Corpus, describe: Callable[[Corpus, File], Result]) -> list[Result | str]:
-    """Return for each file of a corpus what ``describe`` returns, or why the file cannot be read.
+    """Return for each file of a corpus what ``describe`` returns, or why it raised ValueError.
 
-    ``describe`` raises ValueError with that reason. Files behind URLs are looked at by one of the ranks, see `once`.
-
-    Raises:
-        OSError: if a storage does not answer, or refuses to.
+    One of the ranks looks at files at URLs, see `once`.
     """
 
     def look(file: File) -> Result | str:
@@ -184,13 +181,7 @@ def look_at_each(corpus: Corpus, describe: Callable[[Corpus, File], Result]) -> 
 
 
 def companion(corpus: Corpus, file: File, rename: Callable[[str], str]) -> File | None:
-    """Return the file beside a file of the corpus whose name ``rename`` makes of that file's; None if there is none.
-
-    A URL takes a request.
-
-    Raises:
-        OSError: if a storage does not answer, or refuses to.
-    """
+    """Return the file beside a file, with the name that ``rename`` makes of its own; None if there is none."""
     path = with_path(file.path, rename)
     try:
         return replace(corpus.storage.look(path), path=path, name=rename(file.name))

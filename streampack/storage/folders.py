@@ -141,10 +141,7 @@ def write_file(folder: Folder, name: str, content: bytes) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that ``path`` never holds a part of ``content``, also after a failure of the machine.
-
-    Several processes may do so at once.
-    """
+    """Write a file so that ``path`` never holds a part of ``content``, also if several processes do so at once."""
     write_file(Folder(str(path.parent)), path.name, content)
 
 
@@ -177,9 +174,8 @@ def settle(file: Any, unfinished: Path, path: Path) -> None:
 def lock_folder(folder: str | Path, *, way_out: str, patience: float = PATIENCE) -> Iterator[None]:
     """Create a folder and lock it for this process while the ``with`` block runs.
 
-    The lock is a POSIX record lock on the file ``.lock``. It ends with the process, however that ends, and forked
-    processes do not inherit it. On a shared file system it holds between machines. If the file system has no locks,
-    nothing is locked, and the user is warned.
+    The lock is a POSIX record lock on the file ``.lock``, which ends with the process and is not inherited by forks. If
+    the file system has no locks, the user is warned.
 
     Args:
         folder: the folder to lock.

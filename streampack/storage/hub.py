@@ -24,17 +24,8 @@ Safely = Callable[[str, Callable[[], Any]], Any]
 def pinned(fs: Any, paths: Sequence[str], *, timeout: float, safely: Safely) -> list[str]:
     """Return the same paths at the commits that their branches or tags point to now; one request for each revision.
 
-    ``hf://datasets/org/name/a.jsonl`` becomes ``hf://datasets/org/name@<40 digits>/a.jsonl``.
-
-    Args:
-        fs: an `HfFileSystem`.
-        paths: paths of the Hub, with or without a revision.
-        timeout: seconds that one request may take.
-        safely: calls the library.
-
-    Raises:
-        FileNotFoundError: for a repository or revision that is not there.
-        ValueError: for a bucket, or a path that the installed huggingface_hub refuses.
+    ``hf://datasets/org/name/a.jsonl`` becomes ``hf://datasets/org/name@<40 digits>/a.jsonl``. ``safely`` calls the
+    library, with ``timeout`` seconds a request.
     """
     from huggingface_hub import HfApi
 

@@ -62,13 +62,10 @@ def find_files(
     otherwise: Sequence[str] = (),
     storage: Storage | Mapping[str, Any] | None = None,
 ) -> Corpus:
-    """Return the files that paths, folders, globs or a manifest name, sorted.
+    """Return the files that paths, folders, globs or a manifest name, sorted; empty and missing ones with a problem.
 
-    Of a folder, those with ``endings``; if it has none, those with endings of ``otherwise``.
-
-    With a manifest, ``paths`` may be the folder that its names are relative to.
-
-    Files that are empty or gone are among them, with a `File.problem`.
+    Of a folder, those with ``endings``; if it has none, those with endings of ``otherwise``. With a manifest, ``paths``
+    may be the folder that its names are relative to.
 
     Raises:
         ValueError: if nothing matches, no file can be read, a file is named twice, or a manifest's name leads out of
@@ -101,11 +98,7 @@ def find_files(
 def storage_of(
     paths: Sequence[str], storage: Storage | Mapping[str, Any] | None, redirect: Check | None = None
 ) -> LocalStorage | RemoteStorage:
-    """Return the storage that holds paths or URLs. For ``redirect``, see `RemoteStorage`.
-
-    Raises:
-        ValueError: if there is more than one.
-    """
+    """Return the one storage that holds paths or URLs. For ``redirect``, see `RemoteStorage`."""
     schemes = [scheme_of(path) or "" for path in paths]
     # What one web server is told, such as a token, is not for another.
     hosts = [
@@ -126,8 +119,7 @@ def corpus_of(found: Files, storage: FileStorage) -> Corpus:
     """Return the corpus of files that were listed, in their order.
 
     Raises:
-        ValueError: if no file can be read, one is said to be larger than any is, or one is listed twice, also if it has
-            two names: a link, or ``./a`` beside ``a``.
+        ValueError: if no file can be read, one is too large, or one is listed twice, also by a link.
     """
     sizes = np.frombuffer(found.sizes, np.int64)
     for number in np.flatnonzero(sizes > MOST_BYTES)[:1].tolist():

@@ -6,17 +6,16 @@ import os
 import posixpath
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import overload
 from urllib.parse import quote
 
 from streampack.storage.base import UNKNOWN_SIZE, File, with_path
 from streampack.storage.compression import PACKED
 
 
-class Texts(Sequence[str]):
+class Texts:
     """Texts end to end in one block of memory: a name of 30 letters takes 38 bytes, and as a `str` 88.
 
     >>> texts = Texts(["a.jsonl", "é"])
@@ -41,14 +40,7 @@ class Texts(Sequence[str]):
     def __iter__(self) -> Iterator[str]:
         return (self.data[start:end].decode() for start, end in pairwise(self.ends))
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(len(self))[index]]
-        number = range(len(self))[index]
+    def __getitem__(self, number: int) -> str:
         return self.data[self.ends[number] : self.ends[number + 1]].decode()
 
 
@@ -85,11 +77,7 @@ class Place:
         return f"{self.before}{quote(name) if self.quoted else name}{self.after}"
 
     def require_below(self, name: str) -> str:
-        """Return a name without ``.`` and ``//``.
-
-        Raises:
-            ValueError: if the name, or a link in its path, leads out of the folder.
-        """
+        """Return a name without ``.`` and ``//``; raise ValueError if it or a link leads out of the folder."""
         if PLAIN.fullmatch(name):
             short = name
         else:
@@ -118,7 +106,7 @@ class Place:
         return sound and (not os.path.islink(path) or os.path.realpath(path).startswith(self.before))  # noqa: PTH114
 
 
-class Files(Sequence[File]):
+class Files:
     """The files of a corpus. A `File` is made when it is asked for; a million in columns take 80 MB, as objects 400.
 
     Attributes:
@@ -128,9 +116,9 @@ class Files(Sequence[File]):
 
     def __init__(
         self,
-        names: Sequence[str],
+        names: Texts | list[str],
         sizes: array[int],
-        tags: Sequence[str],
+        tags: Texts | list[str],
         *,
         special: Mapping[int, File],
         place: Place | None = None,
@@ -152,14 +140,10 @@ class Files(Sequence[File]):
     def __len__(self) -> int:
         return len(self.names)
 
-    @overload
-    def __getitem__(self, index: int) -> File: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[File]: ...
-    def __getitem__(self, index: int | slice) -> File | list[File]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(len(self))[index]]
-        number = range(len(self))[index]
+    def __iter__(self) -> Iterator[File]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, number: int) -> File:
         if (file := self.special.get(number)) is not None:
             return file
         return File(self.path(number), self.names[number], self.sizes[number], self.tags[number] or None)

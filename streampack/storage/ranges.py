@@ -105,6 +105,7 @@ class RangeStream(io.RawIOBase):
         self.at = start  # the byte of the file after the current block
         self.blocks = fetcher.stream(blocks(fetcher.block, file, start, stop, tail=tail))
         self.more = max(LEAST_TAIL_BYTES, tail)  # bytes to read next, if more are needed than the tail
+        self.error: Exception | None = None  # of the storage; pyarrow's own are of the same classes
         self.block = memoryview(b"")  # those bytes of the current block that were not returned yet
 
     def readable(self) -> bool:
@@ -118,10 +119,14 @@ class RangeStream(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """See `io.RawIOBase`."""
         if not self.block:
-            data = next(self.blocks, None)
-            if data is None and self.at < self.file.size:
-                data = self.fetcher.take((self.file, self.at, min(self.at + self.more, self.file.size)))
-                self.more = min(2 * self.more, self.fetcher.block)
+            try:
+                data = next(self.blocks, None)
+                if data is None and self.at < self.file.size:
+                    data = self.fetcher.take((self.file, self.at, min(self.at + self.more, self.file.size)))
+                    self.more = min(2 * self.more, self.fetcher.block)
+            except Exception as error:
+                self.error = error
+                raise
             self.block = memoryview(data or b"")
             self.at += len(self.block)
         count = min(len(buffer), len(self.block))

@@ -59,11 +59,7 @@ def elsewhere(error: BaseException) -> Elsewhere | None:
 
 
 def _target(params: Any) -> Any:
-    """Return the address to which an answer redirects.
-
-    Raises:
-        Refused: if it is none of the web.
-    """
+    """Return the address to which an answer redirects; raise `Refused` if it is none of the web."""
     from yarl import URL
 
     if not (location := params.response.headers.get("Location")):

@@ -73,11 +73,7 @@ class RemoteStorage(FileStorage):
         return self.storage.retry(lambda: self._look(path), f"looking at {redact(path)}")
 
     def _look(self, path: str) -> File:
-        """Look once.
-
-        Raises:
-            Refused: if the server does not tell the size, by which a file that was cut off or has grown is noticed.
-        """
+        """Look once; raise `Refused` if the server does not tell the size, which shows changes of a file."""
         if self.scheme != "hf":
             self._filesystem(self.scheme).invalidate_cache()  # it would answer from an earlier listing
         return self._listed(path, self._call("info", path))
@@ -91,11 +87,7 @@ class RemoteStorage(FileStorage):
         return File(path, size=info["size"], tag=tag_of(info))
 
     def find(self, pattern: str, *, folder: bool = False) -> list[File]:
-        """Return the files that a glob matches, or all at any depth of a folder, by one listing.
-
-        Raises:
-            ValueError: for HTTP, which cannot list files.
-        """
+        """Return the files that a glob matches, or all at any depth of a folder, by one listing. HTTP has none."""
         if self.scheme in ("http", "https"):
             raise ValueError(
                 f"{redact(pattern)!r} is a glob, and a web server does not list files; name each file, or a manifest"
@@ -120,11 +112,7 @@ class RemoteStorage(FileStorage):
         return pinned(self._filesystem("hf"), paths, timeout=self.storage.timeout, safely=safely)
 
     def store(self, local: Path, path: str) -> None:
-        """Store a file of this machine, whole or not at all; a file that is there is replaced.
-
-        Raises:
-            OSError: if that failed, or the stored file has another size.
-        """
+        """Store a file of this machine in place of what is there, completely or not at all."""
         size = local.stat().st_size
 
         def store() -> None:

@@ -71,11 +71,8 @@ class Storage:
         """Call ``read``, and call it again after an `OSError` that is not `PERMANENT`, for ``max_outage`` minutes.
 
         The waits double. Each is multiplied by a random number between 0.5 and 1, so that a thousand ranks do not
-        return to a server at the same moment. If a server asks for a longer wait (`Busy`), it gets that.
-
-        Args:
-            read: what is tried.
-            doing: says for the log what that is: "reading a.jsonl".
+        return to a server at the same moment. A server may ask for a longer wait (`Busy`). The log says what is tried:
+        ``doing`` "reading a.jsonl".
         """
         wait, begun = FIRST_WAIT, None
         while True:

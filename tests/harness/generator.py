@@ -100,7 +100,7 @@ class Case:
         stop = None
         if self.mixed:
             stop = rng.choice(["first_exhausted", "all_exhausted"] + ["never"] * endless)
-            (source, self.weights), self.encoder = self._mix(rows, "", stop, depth=2), None
+            (source, self.weights), self.encoder = self._mix(rows, stop), None
         else:
             kind = rng.choice(KINDS)
             source = self._leaf(kind, rows, "", count=rng.choice([1, 2, 5, 20, 60, 120]), name="leaf")
@@ -243,27 +243,19 @@ class Case:
         rows |= {prefix + place: text for place, text in zip(places, texts, strict=True)}
         return source
 
-    def _mix(
-        self, rows: dict[str, Text | None], prefix: str, stop: str, *, depth: int
-    ) -> tuple[Mix, dict[str, float]]:
-        """Draw a mixture, with the weight of each of its sources, those within a mixture of its own included."""
+    def _mix(self, rows: dict[str, Text | None], stop: str) -> tuple[Mix, dict[str, float]]:
+        """Draw a mixture, with the weight of each of its sources."""
         rng, entries = self.rng, []
         weights: dict[str, float] = {}
         for name in "abc"[: rng.choice([2, 2, 3])]:
             entry: dict[str, Any] = {"name": name, "weight": rng.choice([1, 1, 2, 3.5])}
-            if depth > 1 and rng.random() < 0.2:
-                entry["source"], inner = self._mix(rows, f"{prefix}{name}/", stop, depth=depth - 1)
-                total = sum(inner.values())
-                weights |= {f"{name}/{leaf}": entry["weight"] * part / total for leaf, part in inner.items()}
-            else:
-                weights[name] = entry["weight"]
-                kind = rng.choice(KINDS)
-                self.encoded = rng.random() < 0.5
-                within = f"{prefix}{name}: "
-                entry["source"] = self._leaf(
-                    kind, rows, within, count=rng.choice([1, 3, 20, 40, 80]), name=f"leaf-{name}"
-                )
-                self.encoded &= kind != "tokens"
-                entry["encoder"] = self._encoder()
+            weights[name] = entry["weight"]
+            kind = rng.choice(KINDS)
+            self.encoded = rng.random() < 0.5
+            entry["source"] = self._leaf(
+                kind, rows, f"{name}: ", count=rng.choice([1, 3, 20, 40, 80]), name=f"leaf-{name}"
+            )
+            self.encoded &= kind != "tokens"
+            entry["encoder"] = self._encoder()
             entries.append(entry)
         return Mix(entries, stop=stop), weights

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -157,20 +156,6 @@ class _Charging(Proxy):
 def prompts_count_for_weights(good, self, reading):
     """The weights of a mixture are fractions of all tokens, prompts included, not of the trained ones."""
     return _Charging(good(self, reading))
-
-
-@replaces(Mix, "__init__")
-def inner_weights_equal(good, self, sources, *, stop="all_exhausted", **settings):
-    """The sources of a mixture within a mixture have equal weights, whatever it says."""
-
-    def levelled(entry: Any) -> Any:
-        inner = entry.get("source") if isinstance(entry, Mapping) else None
-        if not isinstance(inner, Mix):
-            return entry
-        entries = [replace(each, weight=1.0) for each in inner.entries]
-        return {**entry, "source": Mix(entries, stop=inner.stop)}
-
-    good(self, [levelled(entry) for entry in sources], stop=stop, **settings)
 
 
 @replaces(Holdout, "keeps")

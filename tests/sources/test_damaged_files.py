@@ -265,7 +265,7 @@ FLAT: dict[str, tuple[str | None, Any, Change, str]] = {
     "objects": (None, None, array(np.array([None])), "it holds an array of object"),
     "a Parquet file": (
         None, "uint16", lambda folder: Path(folder, "a.npy").write_bytes(b"PAR1" * 50),
-        "it is a Parquet file, and no ids of uint16",
+        "it holds no ids of uint16: it is a Parquet file",
     ),
     "another dtype": ("numpy", "int64", nothing, "its header says uint16, and dtype is 'int64'; leave dtype out"),
 }  # fmt: skip

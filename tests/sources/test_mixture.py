@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streampack import IGNORE_INDEX, IterablePackedDataset, MapSource, Mix, Sample, TokensEncoder
+from streampack import IGNORE_INDEX, IterablePackedDataset, MapSource, Mix, Sample
 from streampack.sources import Holdout, Reading
 from tests.harness.conformance import check_resume_everywhere, content
 from tests.harness.corpus import Numbers, rows
@@ -98,8 +98,13 @@ def test_each_source_has_its_encoder_and_its_name() -> None:
     def source(i: int) -> list[dict[str, int]]:
         return shifted(rows(20, longest=6, seed=i), APART * i)
 
-    inner = Mix([entry("plain", source(1), encoder=Numbers("other")), entry("twice", source(2))])
-    mix = Mix([entry("own", source(0)), entry("in", inner, encoder=Doubled())])
+    mix = Mix(
+        [
+            entry("own", source(0)),
+            entry("plain", source(1), encoder=Numbers("other")),
+            entry("twice", source(2), encoder=Doubled()),
+        ]
+    )
     data = make(mix, num_lanes=1)
     texts = set()
     for pack in data:
@@ -112,7 +117,7 @@ def test_each_source_has_its_encoder_and_its_name() -> None:
             assert traced["source"] == name
             assert traced["place"] == f"{name}: sample {traced['row']['i'] % APART}"
             assert traced["row"]["i"] // APART == mix.names.index(name)
-            assert ("text" in traced) == (name == "in/twice")
+            assert ("text" in traced) == (name == "twice")
             texts.add(traced.get("text"))
     assert len(texts) > 3
 
@@ -155,18 +160,11 @@ def test_sources_by_name_are_refused() -> None:
         Mix(sources)
 
 
-def test_a_mixture_within_a_mixture_becomes_its_sources() -> None:
-    own, outer = TokensEncoder(), TokensEncoder()
-    rest = Mix([entry("de", rows(3), 4, encoder=own), entry("fr", rows(3), 1)])
-    web = Mix([entry("en", rows(3), 3), entry("rest", rest, 2)])
-    mix = Mix([entry("code", rows(3)), entry("web", web, encoder=outer)])
-    assert mix.target_fractions == {"code": 0.5, "web/en": 0.3, "web/rest/de": 0.16, "web/rest/fr": 0.04}
-    assert [leaf.encoder for leaf in mix.entries] == [None, outer, own, outer]
-    with pytest.raises(ValueError) as error:
-        Mix([entry("web", web)], stop="never")
-    assert str(error.value) == (
-        "source 'web' is a mixture with stop='all_exhausted', within one with stop='never'; give both the same stop"
-    )
+def test_a_mixture_within_a_mixture_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="source 'web' is a mixture; name its sources in this one, with weights"
+    ):
+        Mix([entry("code", rows(3)), entry("web", Mix([entry("en", rows(3))]))])
 
 
 @pytest.mark.parametrize("bad", ["masked", "broken"])

@@ -53,16 +53,6 @@ def tokens_of(source: Any) -> list[list[int]]:
     return [pack["tokens"].tolist() for pack in IterablePackedDataset(source, max_seq_len=6)]
 
 
-def test_a_folder_of_json_lines(tmp_path: Path) -> None:
-    lines(tmp_path / "en" / "a.jsonl", ROWS[:1])
-    lines(tmp_path / "b.ndjson", ROWS[1:])
-    lines(tmp_path / ".cache" / "c.jsonl", ROWS)
-    (tmp_path / "README.md").write_text("not data")
-    assert [file.name for file in JSONLSource(tmp_path).files] == ["b.ndjson", "en/a.jsonl"]
-    for paths in (tmp_path, str(tmp_path), JSONLSource([tmp_path])):
-        assert tokens_of(paths) == [[4, 5, 6, 1, 2, 3]]
-
-
 FOLDER = {
     "b.jsonl": b'{"i": 0}\n',
     "en/a.jsonl.gz": gzip.compress(b'{"i": 1}\n'),
@@ -202,21 +192,6 @@ def test_names_that_are_refused(tmp_path: Path, name: str) -> None:
             ValueError, match="no files given; name at least|no file matches ''|is named twice"
         ):
             JSONLSource(paths)
-
-
-def test_a_folder_of_parquet_and_one_of_both(tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    import pyarrow
-
-    (tmp_path / "data").mkdir()
-    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "data" / "a.parquet")
-    assert isinstance(as_source(tmp_path), ParquetSource)
-    assert tokens_of(tmp_path) == [[1, 2, 3, 4, 5, 6]]
-    lines(tmp_path / "b.jsonl", ROWS)
-    with pytest.raises(
-        ValueError, match=r"holds Parquet and JSON lines; name those to read, such as .*/\*.parquet"
-    ):
-        as_source(tmp_path)
 
 
 def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
