@@ -507,7 +507,7 @@ def test_renamed_files_are_read_on_and_others_in_their_place_are_refused(tmp_pat
         again.load_state_dict(state)
     packs = [*first, *again]
     assert tokens_of(packs, 0) == tokens_of(packs, 1) == everything([EN])
-    with pytest.raises(ValueError, match="a name is relative to the folder that is given"):
+    with pytest.raises(ValueError, match="a name is relative to the given folder"):
         make(JSONLSource(above), **named(tmp_path, corpus_lists=None)).load_state_dict(state)
     put(above, {**{name: EN[name] for name in list(EN)[:2]}, "en/3.jsonl": EN["en/2.jsonl"]})
     packs = [*first, *resumed(make(JSONLSource(data), **named(tmp_path)), state)]
