@@ -296,8 +296,6 @@ def test_bad_datasets_are_refused(tmp_path: Path, changes: dict[str, Any], messa
         ("accelerator.state.parallelism_config.cp_size", 2, "cp_size is 2"),
         ("model._tp_size", 2, "tp_size is 2: those ranks must see the same packs"),
         ("args.average_tokens_across_devices", False, "average_tokens_across_devices=False weighs"),
-        ("args.include_num_input_tokens_seen", "non_padding", "leave it out, the logs have num_tokens"),
-        ("neftune_noise_alpha", 5.0, "each sample would get less noise than alone; leave it out"),
         ("args.accelerator_config.split_batches", True, "divide per_device_train_batch_size by the number"),
         ("model_accepts_loss_kwargs", False, "LlamaForCausalLM does not take num_items_in_batch"),
     ],

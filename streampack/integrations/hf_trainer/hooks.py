@@ -208,10 +208,7 @@ class Hooks:
             self.packs.epochs = math.ceil(args.num_train_epochs)
             self.plan = plan_epochs(loader, args.num_train_epochs)
             args.max_steps = self.plan.total
-        epochs = None if self.plan is None else self.packs.epochs
-        self.steps = Steps(
-            loader, self.to_device, trainer=self.trainer, steps_before=steps_before, planned_epochs=epochs
-        )
+        self.steps = Steps(loader, self.to_device, trainer=self.trainer, steps_before=steps_before)
         return self.steps
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:

@@ -44,8 +44,6 @@ class Steps:
         to_device: moves a batch to the device, as a dict that Trainer reads.
         trainer: is told to stop when the data ends.
         steps_before: steps that the run made before it was resumed.
-        planned_epochs: epochs that the training reads, if ``num_train_epochs`` sets its length; None if
-            ``max_steps`` does.
     """
 
     def __init__(
@@ -55,12 +53,10 @@ class Steps:
         *,
         trainer: Trainer,
         steps_before: int,
-        planned_epochs: int | None = None,
     ) -> None:
         self.loader = loader
         self.to_device = to_device
         self.trainer = trainer
-        self.planned_epochs = planned_epochs
         self.step = steps_before  # of the newest batch
         self.epoch = 0  # of the newest batch, counted from the run's first epoch
         self._left = 0  # batches of this step that Trainer has not asked for
@@ -189,30 +185,18 @@ class Steps:
         steps = self.step
         if steps >= args.max_steps:
             return
-        self._warn_of_end(steps)
+        if self.loader.rank_sync.rank == 0:
+            log.warning(
+                "the data ended after step %d of max_steps=%d, and so does the training; num_train_epochs only "
+                "estimates max_steps, and IterablePackedDataset(..., epochs=None) never ends",
+                steps, args.max_steps,
+            )  # fmt: skip
         if steps > self._first:
             control.should_log |= args.logging_strategy != "no"
             if args.eval_strategy == "steps" and args.eval_delay <= steps:
                 control.should_evaluate |= steps % state.eval_steps != 0
             if args.save_strategy == "steps":
                 control.should_save |= state.save_steps <= 0 or steps % state.save_steps != 0
-
-    def _warn_of_end(self, steps: int) -> None:
-        if self.loader.rank_sync.rank != 0:
-            return
-        max_steps = self.trainer.args.max_steps
-        if self.planned_epochs is None:
-            log.warning(
-                "the data ended after step %d of max_steps=%d, and so does the training; with "
-                "IterablePackedDataset(..., epochs=None) it never ends",
-                steps, max_steps,
-            )  # fmt: skip
-        else:
-            log.warning(
-                "all %d epochs were read after step %d, and the training ends; max_steps=%d, where the learning "
-                "rate's schedule ends, was estimated",
-                self.planned_epochs, steps, max_steps,
-            )  # fmt: skip
 
 
 def make_loader(

@@ -29,14 +29,6 @@ from streampack.validation import require_duration
 STATE = "streampack"
 """Key of the state in a checkpoint: the same on any number of ranks, so that any number can load it."""
 
-DECIDED = {
-    "source": "dataloader.source",
-    "encoder": "dataloader.encoder",
-    "max_seq_len": "training.seq_len",
-    "epochs": "dataloader.infinite",
-}
-"""Arguments of `IterablePackedDataset` that ``settings`` may not hold, and the field of a config that decides each."""
-
 
 class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
     """Packs for torchtitan's trainer, from any source of streampack.
@@ -82,7 +74,7 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
         registry, as torchtitan's ``model_spec``; the other fields are options of the command line, too.
 
         Raises:
-            ValueError: without a source, or for values that another field decides.
+            ValueError: without a source, or with data of torchtitan's own loaders.
         """
 
         # Without `| None`, tyro would look for options in the classes of objects here, and fail at most of them.
@@ -95,7 +87,8 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
 
         settings: Annotated[dict[str, Any] | None, tyro.conf.Suppress] = None
         """The other arguments of `IterablePackedDataset`, such as ``shuffle`` and ``num_lanes``, and without an
-        encoder ``columns``, ``roles``, ``answers`` and ``ignore`` of `encoder_for`."""
+        encoder ``columns``, ``roles``, ``answers`` and ``ignore`` of `encoder_for`. Not ``max_seq_len``, which is
+        ``training.seq_len``, nor ``epochs``, which follow from ``infinite``."""
 
         infinite: bool = True
         """Whether to read the data for ever. Otherwise it is read once, and then training ends."""
@@ -112,11 +105,6 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
                 raise ValueError(
                     f"dataloader has source={self.source!r} and, for torchtitan's own loaders, {given}; give "
                     "StreampackDataLoader.Config only a source, such as source='corpus/*.jsonl'"
-                )
-            settings = self.settings or {}
-            for name in settings.keys() & DECIDED.keys():
-                raise ValueError(
-                    f"settings[{name!r}]={settings[name]!r}: remove it; {DECIDED[name]} decides it"
                 )
             if not isinstance(self.source, str) and not (
                 isinstance(self.source, Mapping) and COMPONENT in self.source
