@@ -3,8 +3,7 @@
     python -m streampack_recipes.quickstart [KEY=VALUE ...] [--traceback]
 
 Runs the ``full_finetune`` recipe on ``configs/quickstart.yaml``, each time in a new folder under its ``output_dir``.
-An interrupted run continues from its last checkpoint when this is started again. At the end, it prints how many tokens
-padded mini-batches of the same samples would have had.
+At the end, it prints how many tokens padded mini-batches of the same samples would have had.
 """
 
 from __future__ import annotations
@@ -46,20 +45,12 @@ def main(argv: Sequence[str]) -> int:
         written = OmegaConf.load(Path(streampack_configs.__path__[0]) / "quickstart.yaml")
         config = with_overrides(written, overrides)
         if not any(word.startswith("output_dir=") for word in overrides):
-            config.output_dir, config.resume_from_checkpoint = _run_folder(Path(config.output_dir))
+            base = Path(config.output_dir)
+            numbers = [int(path.name[4:]) for path in base.glob("run-*") if path.name[4:].isdecimal()]
+            config.output_dir = str(base / f"run-{max(numbers, default=0) + 1:03d}")
         print(packed_and_padded(config, steps=train(config)["step"]))
     print(NEXT.format(report=Path(config.output_dir, "report.html")))
     return 0
-
-
-def _run_folder(base: Path) -> tuple[str, bool]:
-    """Return the folder of the newest run and True if it was interrupted, otherwise a new folder and False."""
-    runs = {int(path.name[4:]): path for path in base.glob("run-*") if path.name[4:].isdecimal()}
-    newest = max(runs, default=0)
-    if runs and (runs[newest] / "checkpoints").is_dir() and not (runs[newest] / "finished.json").is_file():
-        print(f"continuing {runs[newest]}, which was interrupted")
-        return str(runs[newest]), True
-    return str(base / f"run-{newest + 1:03d}"), False
 
 
 def packed_and_padded(config: Any, *, steps: int) -> str:

@@ -14,10 +14,9 @@ from pathlib import Path
 from streampack.instantiate import trust
 
 RECIPES: dict[str, tuple[str, ...]] = {
-    "full_finetune": ("quickstart",),
+    "full_finetune": ("quickstart", "pretrain_quickstart", "llama3_2/1B_pretrain_bucket"),
     "lora_finetune": ("lora_quickstart", "llama3_2/1B_lora_streamed"),
     "dpo": ("dpo_quickstart", "llama3_2/1B_lora_dpo"),
-    "pretrain": ("pretrain_quickstart", "llama3_2/1B_pretrain_bucket"),
 }
 """Every recipe, and our configs for it. The table is written by hand, because finding them would mean importing
 recipes; `tests/test_cli.py` compares it with the folders."""

@@ -57,12 +57,7 @@ def build_data(
     in every run and on any number of ranks. They are divided among the ranks, and null packs give every rank the same
     number of batches. A source that is no mixture has an empty name.
 
-    Args:
-        config: of the run.
-        tokenizer: as built.
-        vocab_size: of the model.
-        world: the ranks; default: one.
-        positions: that the model has, for the length of samples of ``dataset``.
+    ``vocab_size`` and ``positions`` are the model's; ``positions`` limit the samples of ``dataset``.
     """
     world = world or World()
     datasets = build_datasets(

@@ -37,8 +37,8 @@ TEXT_KEY = "max_filename"
 def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
     """Decorate a recipe's entry point, to call it with the config of ``--config CONFIG KEY=VALUE ...``.
 
-    Like torchtune's ``config.parse``, which takes no names, and fails on entries of lists and on values with a ``=``. A
-    user's mistake is shown in one line, see `shown_errors`; ``--traceback`` shows where it was raised.
+    Like torchtune's ``config.parse``, which takes no names, and fails on entries of lists and on values with a ``=``.
+    For errors see `shown_errors`.
     """
 
     @functools.wraps(recipe_main)
@@ -85,8 +85,8 @@ def read_named(name: str, overrides: Iterable[str]) -> DictConfig:
 def shown_errors(*, tracebacks: bool = False) -> Iterator[None]:
     """End the process on an error in the block: one line and an exit status.
 
-    The status is that of a signal, see `Interrupted`, 2 for a wrong command line, otherwise 1. An error that is no
-    mistake of the user's keeps its traceback, which torchrun's report shows, too; with ``tracebacks`` all do.
+    The status is that of a signal, see `Interrupted`, 2 for a wrong command line, otherwise 1. An error that is not the
+    user's keeps its traceback; with ``tracebacks`` all do.
     """
     try:
         yield

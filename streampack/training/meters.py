@@ -19,9 +19,7 @@ COUNTS = ("loss", "z_loss", "weight", "trained", "tokens", "capacity", "samples"
 class CountMeter:
     """Adds up counts over the batches of a step and over all ranks, and measures throughput.
 
-    The sums stay on the device until `metrics` reads them, so that the loop does not wait for a GPU.
-
-    A step is measured by `start`, `add` for each batch, `reduce` and `stop`, in this order.
+    A step is measured by `start`, `add` for each batch, `reduce` and `stop`. Sums stay on the device until `metrics`.
     """
 
     def __init__(self, world: World, device: torch.device) -> None:
@@ -61,11 +59,10 @@ class CountMeter:
         self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
 
     def reduce(self) -> torch.Tensor:
-        """Collective: add up the counts of the step over all ranks.
+        """Collective: add up the counts of the step over all ranks, and return the factor of its gradients.
 
-        Returns:
-            The factor that turns gradients of summed losses, which FSDP has averaged over the ranks, into those of the
-            mean loss: number of data ranks / weight of all labels, or 0 for a step that trains nothing.
+        They are of summed losses, and FSDP has averaged them over the data ranks: the factor is their number / weight
+        of all labels, or 0 for a step that trains nothing.
         """
         counts = torch.tensor(self.counts, dtype=torch.float64)
         sums = self.sums
@@ -113,10 +110,7 @@ class CountMeter:
 
 
 class SourceMeter:
-    """Adds up losses and tokens by source of a mixture, over all ranks. Without a mixture it does nothing.
-
-    The sums of losses stay on the device until `metrics` reads them.
-    """
+    """Adds up losses and tokens by source of a mixture, over all ranks. Without a mixture it does nothing."""
 
     def __init__(self, loader: PackedDataLoader, world: World, device: torch.device) -> None:
         self.loader = loader

@@ -28,10 +28,9 @@ Weights = Mapping[str, Any]
 def build_model(config: RunConfig, *, weights: Weights, device: torch.device, world: World) -> nn.Module:
     """Build the model that a config names, load its weights, and return it on ``device`` in training mode.
 
-    With several data ranks it is sharded by FSDP2, layer by layer: each rank holds a part of the weights, gradients and
-    optimizer states, and gathers a whole layer only while it computes with it. Ranks of a tensor-parallel group compute
-    each layer together. With several ranks this function is a collective.
-    ``weights`` have the names that the unsharded model has. If the model has adapters, all else is frozen.
+    With several data ranks it is sharded by FSDP2, layer by layer. Ranks of a tensor-parallel group compute each layer
+    together. With several ranks this function is a collective. ``weights`` have the names that the unsharded model has.
+    If the model has adapters, all else is frozen.
     """
     with errors_of(f"dtype={config.dtype} on {device}"):  # which may not compute in bf16
         torch_dtype = training.get_dtype(config.dtype, device=device)
@@ -180,10 +179,7 @@ def _unfit_weights(model: nn.Module, weights: Weights) -> ValueError | None:
 
 
 def full_weights(model: nn.Module, *, device: torch.device, world: World) -> dict[str, torch.Tensor]:
-    """Gather all weights on the CPU of rank 0, under the names they were loaded by; a collective.
-
-    Empty on the other ranks.
-    """
+    """Gather all weights on the CPU of rank 0, under the names they were loaded by; a collective. Empty elsewhere."""
     if world.size > 1:
         weights: dict[str, torch.Tensor] = training.gather_cpu_state_dict(model, world.is_main, device=device)
         return weights

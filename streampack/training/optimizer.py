@@ -19,9 +19,8 @@ def build_optimizer(config: RunConfig, model: nn.Module) -> torch.optim.Optimize
     """Build the optimizer of a model's trained weights.
 
     With ``optimizer_in_bwd``, it updates each weight in the backward pass, as soon as its gradient is complete, and
-    frees that gradient. Then the loss must be scaled before the backward pass, and the loop neither steps nor zeroes.
-    torchtune makes an optimizer for each weight. Optimizers skip weights without a gradient, so one for all does the
-    same, and its schedule and its checkpoints are those of a run without this key.
+    frees that gradient. Then the loss must be scaled before. torchtune makes an optimizer for each weight. Optimizers
+    skip weights without a gradient, so one for all does the same, and schedule and checkpoints stay the same.
     """
     trained = [value for value in model.parameters() if value.requires_grad]
     optimizer: torch.optim.Optimizer = build(config.optimizer, trained)

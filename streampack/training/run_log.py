@@ -147,10 +147,7 @@ class Step:
         return self._log.meter.reduce()
 
     def scale_gradients(self) -> None:
-        """Collective: divide the gradients once, by the weights of all ranks, and clip them.
-
-        They are of summed losses, and FSDP has averaged them over the data ranks: the factor is their number / weights.
-        """
+        """Collective: divide the gradients once, by the weights of all ranks, and clip them."""
         model, max_norm = self._model, self._log.cfg.clip_grad_norm
         scale_gradients(model, self.reduce(), compiled=self._log.cfg.compile)
         if max_norm is not None:

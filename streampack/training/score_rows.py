@@ -39,7 +39,7 @@ from streampack.types import Row, Sample
 from streampack.validation import require, require_positive
 
 ROWS_AT_ONCE = 4096
-"""Rows that are scored and written together, and so the most that a killed job repeats."""
+"""Rows that are scored and written together: the most that a killed job repeats."""
 
 
 def score_rows(

@@ -63,9 +63,8 @@ def random_weights(model: nn.Module, *, folder: str, beside: Sequence[str] = ())
           model_type: LLAMA3
           output_dir: ${output_dir}
 
-    The recipe's ``seed`` decides the weights. The folder is named by a digest of its weights and gets that name only
-    when it is complete. So equal weights are written once, even by several processes, and a killed run leaves no
-    incomplete ones.
+    The recipe's ``seed`` decides the weights. The folder is named by a digest of them, and gets that name when it is
+    complete. So equal weights are written once, even by several processes.
 
     Args:
         model: the model, in a config the node of the model to train.
@@ -139,9 +138,8 @@ def write_weights(
 def _save_weights(checkpointer: Any, weights: dict[str, torch.Tensor], config: RunConfig) -> Path:
     """Write a model's final weights, and the files needed to load them, to ``epoch_0`` in its ``output_dir``.
 
-    If the base was in Hugging Face's format, ``from_pretrained`` can load the result: torchtune's checkpointer copies
-    config.json and the other files beside the base. The tokenizer's files are copied too, if they are in another
-    folder. An adapter's files are removed, because transformers would apply the adapter to the merged weights again.
+    If the base was in Hugging Face's format, ``from_pretrained`` can load the result. The tokenizer's files are copied
+    if they are not beside the base. An adapter's files are removed: transformers would apply it to the merged weights.
     """
     folder = Path(config.checkpointer["output_dir"]) / "epoch_0"
     checkpointer.save_checkpoint({training.MODEL_KEY: weights}, epoch=0)
@@ -168,8 +166,7 @@ def _save_adapters(
 ) -> Path:
     """Write adapters to a folder of their own: ``adapter_model.pt`` for torchtune, and two files for PEFT.
 
-    PEFT's files are written only if the base is in Hugging Face's format and PEFT knows its layers. They must not be in
-    the folder of the merged weights, because transformers would apply the adapter to these again.
+    PEFT's files are written only if the base is in Hugging Face's format and PEFT knows its layers.
     """
     folder = Path(output_dir) / "adapter"
     folder.mkdir(parents=True, exist_ok=True)

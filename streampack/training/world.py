@@ -85,7 +85,7 @@ class World:
     size: int = 1
     sync: RankSync | None = None
     background: dist.ProcessGroup | None = None
-    """The process group for a thread beside the training loop, so that its collectives do not mix with the loop's."""
+    """The process group of a thread beside the training loop."""
     device_type: str = "cpu"
     replicas: int = 1
     """Copies of the model; each is sharded over some of the ranks (HSDP)."""
@@ -172,10 +172,7 @@ class World:
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Let rank 0 run the block before the other ranks, which then find its downloads and caches.
-
-        If it raises on one rank, it raises on all, as in `raise_on_all`.
-        """
+        """Let rank 0 run the block first, so that the others find its downloads; errors as in `raise_on_all`."""
         if not self.is_main:
             with self.raise_on_all():
                 pass
@@ -192,8 +189,8 @@ def join_world(
 ) -> Iterator[World]:
     """Join the processes that torchrun started as a `World`, and leave it after the block.
 
-    Without torchrun, or if torchrun started only one, it is that of a single process. A collective waits ``timeout``
-    seconds at most. After an error this process leaves at once, so that ranks that wait for it fail, too.
+    A collective waits ``timeout`` seconds at most. After an error this process leaves at once, so that ranks that wait
+    for it fail, too.
 
     Raises:
         ValueError: if ``replicas`` x ``tensor_parallel`` does not divide the number of ranks.
