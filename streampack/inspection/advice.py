@@ -26,19 +26,13 @@ def _of_rows(report: Report) -> Iterator[Advice]:
     # Groups with a shared prefix cannot be split.
     groups = any(sequence.parent != ROOT for pack in report.packs for sequence in pack.sequences)
     if (bad := losses.get("bad")) and bad.stops:
-        stops, lost = f"the run stops at the first of {bad.rows:,}", bad.rows / report.coverage.rows
-        if lost >= MANY:
-            yield Advice(
-                "Mend the rows that cannot be read or encoded",
-                f"{stops}, and skipping them would lose {lost:.1%} of the rows: {bad.examples[0]}",
-                "data:\n  encoder: {_component_: my_module.my_encoder}  # a function that may mend the row",
-            )
-        else:
-            yield Advice(
-                "Mend or skip the rows that cannot be read or encoded",
-                f"{stops}: {bad.examples[0]}",
-                "data:\n  skip_bad: True  # lists them in output_dir",
-            )
+        lost, skip = bad.rows / report.coverage.rows, "skip_bad: True  # lists them in output_dir"
+        mend = "encoder: {_component_: my_module.my_encoder}  # a function that may mend the row"
+        yield Advice(
+            f"Mend {'or skip ' * (lost < MANY)}the rows that cannot be read or encoded",
+            f"the run stops at the first of {bad.rows:,}, {lost:.1%} of the rows: {bad.examples[0]}",
+            f"data:\n  {skip if lost < MANY else mend}",
+        )
     overlong = losses.get("overlong")
     if overlong and overlong.stops:
         fits, masked = _enough_for(report, 1.0), report.lengths.tokens > report.lengths.trained

@@ -60,11 +60,7 @@ class Seen(NamedTuple):
     media: int = 0  # of its pieces
 
 
-See = Callable[[Seen], None]
-
-
-def ignore(seen: Seen) -> None:
-    """Do nothing with a row."""
+See = Callable[[Seen], None] | None
 
 
 def tolerant(config: LaneConfig) -> LaneConfig:
@@ -196,7 +192,7 @@ class Epoch:
         return [[column[own] for column in columns]], count / len(packed)
 
 
-def read_lanes(config: LaneConfig, *, num_lanes: int, limit: int | None = None, see: See = ignore) -> Epoch:
+def read_lanes(config: LaneConfig, *, num_lanes: int, limit: int | None = None, see: See = None) -> Epoch:
     """Read all lanes of the first epoch, or the first ``limit`` rows of a source that cannot tell its size."""
     own, mix = num_lanes if limit is None else 1, config.mix
     seen = ((lane, 1, each) for lane in range(own) for each in islice(_lane_rows(config, lane, own), limit))
@@ -213,7 +209,7 @@ def read_lanes(config: LaneConfig, *, num_lanes: int, limit: int | None = None, 
 
 
 def read_sample(
-    config: LaneConfig, *, num_lanes: int, rows: int, most_tokens: int | None = None, see: See = ignore
+    config: LaneConfig, *, num_lanes: int, rows: int, most_tokens: int | None = None, see: See = None
 ) -> Epoch:
     """Read about ``rows`` rows from all over the source, or from all over each source of a mixture.
 
@@ -244,7 +240,8 @@ def _table(seen: Iterable[tuple[int, int, Seen]], config: LaneConfig, see: See) 
 
     def records() -> Iterator[tuple[int, ...]]:
         for lane, extent, each in seen:
-            see(each)
+            if see is not None:
+                see(each)
             reason = 0 if each.reason is None else 1 + DROP_REASONS.index(each.reason)
             number = config.source.source_index(each.row_id)
             counts = each.length, each.trained, each.kept, each.kept_trained, each.media
