@@ -94,7 +94,7 @@ def test_imports_point_to_earlier_layers() -> None:
 
 
 def circles(graph: dict[str, set[str]]) -> set[str]:
-    """Nodes on a circle, or between two: what is left when those without targets or sources are taken away."""
+    """Nodes on a circle, or between two: what is left after those without targets or sources are removed."""
     left = dict(graph)
     while True:
         targets = set().union(*left.values()) if left else set()
@@ -127,11 +127,11 @@ def run_python(code: str) -> str:
 
 def test_the_core_imports_without_any_extra_and_help_shows_what_is_public() -> None:
     """Names are looked up in their modules when they are used."""
-    left_out = ("training", *SUBCLASSES)
+    excluded = ("training", *SUBCLASSES)
     core = [
         name_of(path)
         for path in sorted(PACKAGE.rglob("*.py"))
-        if not path.relative_to(PACKAGE).as_posix().startswith(left_out)
+        if not path.relative_to(PACKAGE).as_posix().startswith(excluded)
     ]
     code = f"""
 import importlib, pydoc, sys
@@ -154,7 +154,7 @@ def test_a_public_name_is_documented(name: str) -> None:
     if inspect.isclass(value) or inspect.isroutine(value):
         assert value.__doc__
         assert not value.__doc__.startswith(f"{name}("), "that is what a dataclass writes for itself"
-    else:  # a constant cannot carry one: a string or a comment stands beside its definition
+    else:  # a constant cannot carry one: a string or a comment is beside its definition
         beside = re.compile(rf"^{name}\b[^\n]* = [^\n]*(#|\n\"\"\")", re.MULTILINE)
         assert any(beside.search(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py"))
 
