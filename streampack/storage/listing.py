@@ -128,26 +128,25 @@ def corpus_of(found: Files, storage: FileStorage) -> Corpus:
             f"{file.shown} is said to have {file.size:,} bytes, and a file has {MOST_BYTES:,} at most; correct the "
             "server, index or manifest that says so"
         )
-    keys = found.names if found.place is not None else map(_normal, found)
-    hashes = np.fromiter(map(hash, keys), np.int64, len(found))
-    for number, file in found.special.items():
-        hashes[number] = hashes[number] if file.inode is None else hash(file.inode)
+
+    def key(number: int) -> Any:
+        file = found.special.get(number)
+        if file is None or (file.inode is None and found.place is not None):
+            return found.names[number]
+        parts = split_url(file.path)
+        return file.inode or (parts.scheme, posixpath.normpath("/".join(_parts_of(file.path))), parts.query)
+
+    hashes = np.fromiter((hash(key(number)) for number in range(len(found))), np.int64, len(found))
     order = np.argsort(hashes, kind="stable")
     alike = np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]])
     for number, other in sorted(zip(order[alike + 1].tolist(), order[alike].tolist(), strict=True)):
-        file, first = found[number], found[other]
-        if first.inode == file.inode and (first.inode is not None or _normal(first) == _normal(file)):
+        if key(number) == key(other):
+            file, first = found[number], found[other]
             twice = "is named twice" if first.path == file.path else f"and {file.shown} are one file"
             raise ValueError(f"{first.shown} {twice}; name every file once (a mixture can weight it)")
     empty = {number: found[number] for number in np.flatnonzero(sizes < 1).tolist()}
     problems = {n: replace(file, size=0, problem=file.problem or EMPTY) for n, file in empty.items()}
     return Corpus(found.replaced(problems), storage)
-
-
-def _normal(file: File) -> tuple[str, str, str]:
-    """Return what the paths of one file have in common, however they are written."""
-    parts = split_url(file.path)
-    return parts.scheme, posixpath.normpath("/".join(_parts_of(file.path))), parts.query
 
 
 def _listed(
