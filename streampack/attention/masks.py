@@ -149,13 +149,8 @@ def flex_mask(
 
 
 def _key_blocks(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert a table ``[batch, blocks, blocks]`` to what `BlockMask` takes.
-
-    Returns:
-        The number of key blocks of each query block ``[batch, 1, blocks]``, and their indices, which come first in
-        ``[batch, 1, blocks, blocks]``. The 1 stands for all heads.
-    """
-    table = table[:, None].int()
+    """Return how many key blocks each query block has, and their indices first in a row, as `BlockMask` takes them."""
+    table = table[:, None].int()  # one mask for all heads
     return table.sum(-1, dtype=torch.int32), table.argsort(stable=True, dim=-1, descending=True).int()
 
 

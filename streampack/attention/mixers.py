@@ -138,11 +138,7 @@ def host_lengths(batch: Packed) -> np.ndarray:
 
 
 class _Sequences:
-    """The sequences of a batch: where they are, as kernels and as calls by length take it.
-
-    Args:
-        lengths: what `host_lengths` returns.
-    """
+    """The sequences of a batch with these `host_lengths`: where they are, for kernels and for calls by length."""
 
     def __init__(self, lengths: np.ndarray) -> None:
         self._lengths = lengths

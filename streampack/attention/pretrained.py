@@ -141,10 +141,7 @@ def keywords_of(boundaries: Boundaries, tokens: torch.Tensor) -> dict[str, Any]:
 
 
 def _make_attention_function(kernel: Callable[..., torch.Tensor], attention: str) -> Callable[..., Any]:
-    """Make an attention function as transformers calls it.
-
-    Called without boundaries, as in ``generate``, it computes transformers' sdpa attention.
-    """
+    """Make an attention function of transformers; without boundaries, as in ``generate``, it computes its sdpa."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def attend(

@@ -223,10 +223,9 @@ def find_leaks(
 
 
 def _stray_gradients(module: nn.Module, run: Callable[[], torch.Tensor], own: torch.Tensor) -> float | None:
-    """Return the norm of the gradients of some logits at other tokens, in units of that at their own.
+    """Return the norm of the gradients of the logits of ``run``, in training mode, at other tokens than ``own``.
 
-    They are those of the embedded tokens, in training mode; None for a model without embeddings. ``run`` computes the
-    logits, which may depend on the tokens ``own``, ``[max_seq_len]`` bool.
+    The unit is their norm at those, ``[max_seq_len]`` bool. None for a model without embeddings.
     """
     embedded: list[torch.Tensor] = []
 

@@ -91,7 +91,7 @@ class TransformersInputs:
             raise ValueError(f"the batch has shared prefixes, and {why}")
         positions = batch.input_pos if shared else positions_of(batch.seq_lens, max_seq_len=max_seq_len)
         inputs: dict[str, Any] = {"input_ids": batch.tokens, "use_cache": False}
-        if self._takes_positions:
+        if "position_ids" in inspect.signature(self.model.forward).parameters:
             inputs["position_ids"] = self._limited(batch, positions)
         inputs |= media_inputs(self.model, batch)
         if self._mixers:
@@ -107,10 +107,6 @@ class TransformersInputs:
     @property
     def _config(self) -> Any:
         return self.model.config.get_text_config()
-
-    @cached_property
-    def _takes_positions(self) -> bool:
-        return "position_ids" in inspect.signature(self.model.forward).parameters
 
     @cached_property
     def _longest_pack(self) -> tuple[int, str] | None:
@@ -181,10 +177,7 @@ class TransformersInputs:
     def _masks(
         self, batch: Packed, positions: torch.Tensor, blocks: torch.Tensor | None
     ) -> Mask | dict[str, Mask]:
-        """Return the ``attention_mask`` of the model: a mask, or one for each type of layer if its config names types.
-
-        Windows and chunks are counted by positions, because other answers may separate a token from its prefix.
-        """
+        """Return the ``attention_mask``: a mask, or one for each type of layer if the config names types."""
         seq_lens, size = batch.seq_lens, batch.tokens.shape[1]
         visible = visible_of(batch)
         made: dict[tuple[int | None, int | None], Mask] = {}
@@ -201,7 +194,7 @@ class TransformersInputs:
                     window=window,
                     chunk=chunk,
                     visible=visible,
-                    positions=positions,
+                    positions=positions,  # other answers may separate a token from its prefix
                     blocks=blocks,
                 )
                 made[limits] = self._as_stock(allowed) if isinstance(allowed, torch.Tensor) else allowed

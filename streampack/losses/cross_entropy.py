@@ -153,7 +153,7 @@ def branch_terms(
             torch.cat([weight[:, here].flatten(), torch.where(inside, counted, 0).flatten()]),
             places.flatten(),
             chunk_size,
-            _compiled if compiled else _as_it_is,
+            compiled,
         )
         if output is None:
             terms = _terms_of(part, None, *asked)
@@ -199,14 +199,15 @@ class _CrossEntropy(torch.autograd.Function):
         weights: torch.Tensor,  # [tokens + branches], 0 where not trained
         branches: torch.Tensor,  # [branches]: the rows that predict the later targets
         chunk_size: int,
-        prepared: Callable[[Any], Any],  # what makes a function for chunks the one to call
+        compiled: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normalizers = weights.new_empty(len(logits))
+        normalize = _compiled(_normalizers) if compiled else _normalizers
         for chunk in _slices(len(logits), chunk_size):
-            normalizers[chunk] = prepared(_normalizers)(logits[chunk], weights.dtype)
+            normalizers[chunk] = normalize(logits[chunk], weights.dtype)
         predictors = torch.cat([torch.arange(len(logits), device=logits.device), branches])
         normalizers = normalizers[predictors]
-        ctx.chunk_size, ctx.prepared = chunk_size, prepared
+        ctx.chunk_size, ctx.compiled = chunk_size, compiled
         ctx.save_for_backward(logits, targets, weights, branches, normalizers)
         # Multiplying by a weight of 0 is not enough: logits of untrained tokens may be infinite or NaN.
         is_trained = weights != 0
@@ -228,7 +229,7 @@ class _CrossEntropy(torch.autograd.Function):
         result = torch.empty_like(logits)
         for chunk in _slices(count, ctx.chunk_size):
             of_rows = (each[:count][chunk] for each in (normalizers, everywhere, targets, at_target))
-            part = ctx.prepared(_gradient)(logits[chunk], *of_rows)
+            part = (_compiled(_gradient) if ctx.compiled else _gradient)(logits[chunk], *of_rows)
             if len(branches):
                 inside = (branches >= chunk.start) & (branches < chunk.stop)
                 at = torch.where(inside, branches - chunk.start, 0), targets[count:]
@@ -253,10 +254,6 @@ def _gradient(
     part *= everywhere[:, None]
     part[torch.arange(len(part), device=part.device), targets] -= at_target
     return part
-
-
-def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
 
 
 @cache

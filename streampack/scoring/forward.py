@@ -59,10 +59,10 @@ class ForwardPass:
     def __init__(self, model: nn.Module, inputs: Inputs) -> None:
         self.model, self.inputs = model, inputs
         self.device = next(model.parameters()).device
-        # The last layer before the output layer of a torchtune model, if only some tokens are to come by it.
-        self.norm: nn.Module | None = None
-        # Whether the model's forward has an argument for the tokens whose logits are wanted.
-        self.selects = False
+        self.norm: nn.Module | None = (
+            None  # whose hook selects tokens before a torchtune model's output layer
+        )
+        self.selects = False  # whether the model's forward has an argument for it
         self.vocab_size: int | None = None
         if isinstance(inputs, TransformersInputs):
             self.selects = "logits_to_keep" in inspect.signature(inputs.model.forward).parameters
@@ -116,10 +116,8 @@ class ForwardPass:
 
 def _compiled_with(model: nn.Module, layer: nn.Module) -> bool:
     """Return whether a layer is part of a compiled module, whose graph may ignore or keep the layer's hook."""
-    return any(
-        is_compiled(module) and any(inner is layer for inner in module.modules())
-        for module in model.modules()
-    )
+    compiled = (module for module in model.modules() if is_compiled(module))
+    return any(inner is layer for module in compiled for inner in module.modules())
 
 
 @contextmanager
@@ -144,10 +142,7 @@ def without_training(model: nn.Module) -> Iterator[None]:
 
 
 def _look_up(parts: list[torch.Tensor], rows: IntArray, targets: IntArray) -> Pending:
-    """Look up the log-probability of each target in its row of logits, and whether it is the most likely one.
-
-    The ``parts`` of the logits are ``[rows, vocab]`` in all; ``rows`` and ``targets`` are ``[targets]``.
-    """
+    """Look up each target in its row of the logits, whose ``parts`` are ``[rows, vocab]`` in total."""
     order = np.argsort(rows, kind="stable")
     asked = torch.from_numpy(np.stack([rows, targets])[:, order]).to(parts[0].device, non_blocking=True)
     dtype = torch.promote_types(parts[0].dtype, torch.float32)
