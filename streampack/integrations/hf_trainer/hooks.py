@@ -28,7 +28,6 @@ from streampack.integrations.hf_trainer.weights import load_renamed
 from streampack.losses import require_unshared
 from streampack.packing.batch import Batch
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.validation import require_token_ids
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -121,12 +120,10 @@ class Hooks:
         Trainer collects all batches of a step before it begins. So `_prepare_inputs` makes their masks, one at a time.
         """
         require_unshared(batch)
-        model = find_pretrained(self.trainer.model)
-        require_token_ids(batch.tokens, model.config.get_text_config().vocab_size)
-        # Here, where reading them does not wait for a GPU.
         if batch.media is not None:
             require_announced(self.packs)
-        self.inputs.require_tokens(text_of(batch, model.config))
+        # Here, where reading ids does not wait for a GPU.
+        self.inputs.require_tokens(text_of(batch, find_pretrained(self.trainer.model).config))
         batch = batch.to(self.trainer.args.device)
         return {"input_ids": batch.tokens, "labels": batch.labels, BATCH: batch}
 
