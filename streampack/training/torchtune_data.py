@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from datasets.exceptions import DatasetGenerationError
@@ -112,10 +113,17 @@ def torchtune_rows(
         settings["strategy"] = "padded"
     encoder: Encoder = PairEncoder() if pairs else TokensEncoder() if collate is None else RowEncoder(collate)
     if hasattr(tokenizer, "decode"):
-        vars(encoder)["decode"] = tokenizer.decode  # for commands that show packs as text
+        vars(encoder)["decode"] = partial(_text, tokenizer)  # for what shows samples
     return RunRows(
         _joined(datasets, each, key, MapSource if collate is None else WholeRows), encoder, settings
     )
+
+
+def _text(tokenizer: Any, tokens: list[int]) -> str:
+    try:
+        return str(tokenizer.decode(tokens))
+    except Exception:  # SentencePiece's, for special tokens that torchtune numbers after its vocabulary
+        return " ".join(map(str, tokens))
 
 
 def _limit(tokenizer: Any, *, positions: int | None) -> int | None:

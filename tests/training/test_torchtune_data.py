@@ -192,7 +192,7 @@ def test_commands_show_text_and_advise_no_keys_of_data(
     config = vars(config_of(place, tmp_path, dataset, **{"model.vocab_size": 2**18}))
     print_packs(config, step=None, packs=1)
     assert "ab cd 0" in capsys.readouterr().out
-    report = inspect_config(config, title="", ranks=[1], rows=None, packs=1)
+    report = inspect_config(config, title="", ranks=1, rows=None, packs=1)
     assert any(advice.yaml.startswith("dataset:\n  packed: True") for advice in report.advice)
     assert not any(advice.yaml.startswith("data:") for advice in report.advice)
 
