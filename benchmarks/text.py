@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from benchmarks import report
-from benchmarks.paper.data import stdlib
+from benchmarks.paper.data import stdlib_pairs
 from streampack import IterablePackedDataset, JSONLSource, PackedDataLoader, TextEncoder
 
 MAX_SEQ_LEN = 4096
@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     some, vocabulary = (texts()[:200], 1000) if options.smoke else (texts(), VOCABULARY)
     tokenizers: dict[str, Any] = {"BPE, `tokenizers`": FastTokenizer(some, vocab_size=vocabulary)}
     if not options.smoke:
-        _, tokenizers["BPE, SentencePiece"] = stdlib("pairs")  # the quickstart's, in torchtune's class
+        _, tokenizers["BPE, SentencePiece"] = stdlib_pairs()  # the quickstart's, in torchtune's class
     with tempfile.TemporaryDirectory() as folder:
         corpus = write(Path(folder), some, size=size)
         report.publish(

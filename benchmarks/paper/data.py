@@ -79,20 +79,20 @@ def language() -> npt.NDArray[np.float64]:
     return np.random.default_rng(99).dirichlet(np.full(WORDS, 0.1), size=WORDS + 1)
 
 
-def stdlib(name: str) -> tuple[list[dict[str, str]], Any]:
-    """Return the standard library's ``sources`` or ``pairs`` of question and answer, shuffled, and their tokenizer."""
+def stdlib_pairs() -> tuple[list[dict[str, str]], Any]:
+    """Return the standard library's questions and answers, shuffled, and their tokenizer."""
     from streampack_recipes import stdlib_corpus
     from torchtune.models.llama2 import llama2_tokenizer
 
     paths = stdlib_corpus.prepare()
-    rows = [json.loads(line) for line in getattr(paths, name).read_text("utf-8").split("\n")[:-1]]
+    rows = [json.loads(line) for line in paths.pairs.read_text("utf-8").split("\n")[:-1]]
     order = np.random.default_rng(0).permutation(len(rows))
     return [rows[number] for number in order], llama2_tokenizer(str(paths.tokenizer))
 
 
 def docstrings(settings: Settings) -> Corpus:
     """Return questions and answers of the standard library; answers are trained, and long samples truncated."""
-    pairs, tokenizer = stdlib("pairs")
+    pairs, tokenizer = stdlib_pairs()
     samples = []
     for pair in pairs[: settings.samples + settings.validation]:
         prompt = tokenizer.encode(pair["input"], add_bos=True, add_eos=False)
