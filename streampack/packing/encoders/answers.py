@@ -9,7 +9,7 @@ import numpy as np
 
 from streampack.packing.columns import mask_from_column
 from streampack.packing.encoders.base import TextsEncoder, characters_in
-from streampack.packing.encoders.chat import ChatEncoder, as_messages, masked_sample
+from streampack.packing.encoders.chat import TOOLS, ChatEncoder, as_messages, masked_sample
 from streampack.packing.encoders.conversation import (
     Content,
     ReadColumns,
@@ -55,7 +55,6 @@ class AnswersEncoder(TextsEncoder):
         prompt: the column that holds the prompt.
         answers: the column that holds a list of answers, or a list of columns, one for each answer, such as
             ``[chosen, rejected]``. Default: those two, or ``completions`` in rows that have it and no ``chosen``.
-        tools: the column that holds the descriptions of tools, if there are any.
         roles: as for `ChatEncoder`.
         mask: the column that holds for each answer a list that says which ids are trained (1) and which are not (0),
             such as what a tool answered.
@@ -80,7 +79,6 @@ class AnswersEncoder(TextsEncoder):
         *,
         prompt: str = "prompt",
         answers: str | Sequence[str] | None = None,
-        tools: str = "tools",
         roles: Mapping[str, str] | None = None,
         mask: str | None = None,
         add_bos: bool | None = None,
@@ -94,7 +92,6 @@ class AnswersEncoder(TextsEncoder):
         self.tokenizer = self.chat.tokenizer
         self.prompt = prompt
         self.answers = answers if answers is None or isinstance(answers, str) else tuple(answers)
-        self.tools = tools
         self.mask = mask
         self.fields = columns_of(fields, "fields")
         self.token_fields = columns_of(token_fields, "token_fields")
@@ -118,8 +115,8 @@ class AnswersEncoder(TextsEncoder):
         answers = {name: _read(value, name, self.chat.roles) for name, value in entries}
         prompt = _read(row[self.prompt], self.prompt, self.chat.roles) if self.prompt in row else None
         kinds = {type(each) for each in (prompt, *answers.values())}
-        self.columns.check(row, *columns, *([] if str in kinds and list not in kinds else [self.tools]))
-        tools = read_tools(row, self.tools, ignore=self.ignore) if list in kinds else None
+        self.columns.check(row, *columns, *([] if str in kinds and list not in kinds else [TOOLS]))
+        tools = read_tools(row, TOOLS, ignore=self.ignore) if list in kinds else None
         ids = [each for each in answers.values() if isinstance(each, np.ndarray)]
         token_fields = {}
         if len(ids) == len(answers):
