@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 from typing_extensions import override
 
 from streampack.sources.arrow_rows import ArrowBatch
-from streampack.sources.examples import EXAMPLES, Example, example
+from streampack.sources.examples import EXAMPLES, Example
 from streampack.sources.files import FileSource, divide, places
 from streampack.sources.other_kinds import by_content
 from streampack.sources.parts import Damage, Part, Record
 from streampack.sources.row_groups import BATCH_ROWS, require_pyarrow
-from streampack.storage.base import ParallelMap, map_in_threads, resized
+from streampack.storage.base import ParallelMap, resized
 from streampack.storage.listing import Name, find_files
 from streampack.storage.ranges import Fetcher, RangeStream
 from streampack.storage.retries import Storage
@@ -119,9 +119,7 @@ class ArrowSource(FileSource):
         """Return rows from all over the files of this machine, or the first rows."""
         if not self.local or not (counts := list(map(self._rows_of, range(len(self.files)))))[0]:
             return super().examples(count)
-        return map_in_threads(
-            lambda row_id: example(row_id, lambda: self.fetch_many([row_id])[0]), places(counts, count)
-        )
+        return self.examples_at(places(counts, count))
 
     @override
     def natural_lanes(self) -> int:

@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from streampack.sources.examples import EXAMPLES, Example, example
+from streampack.sources.examples import EXAMPLES, Example
 from streampack.sources.files import FileSource, divide, places
 from streampack.sources.indexed import cut_off
 from streampack.sources.parts import Damage, Part, Record
-from streampack.storage.base import File, ParallelMap, Resized, map_in_threads, resized
+from streampack.storage.base import File, ParallelMap, Resized, resized
 from streampack.storage.corpus import Corpus
 from streampack.storage.names import Files
 from streampack.storage.ranges import Block, Fetcher
@@ -195,9 +195,7 @@ class NumberedRecords(FileSource):
     @override
     def examples(self, count: int = EXAMPLES) -> list[Example]:
         """Return records from all over the files."""
-        return map_in_threads(
-            lambda row_id: example(row_id, lambda: self.fetch_many([row_id])[0]), places(self.counts, count)
-        )
+        return self.examples_at(places(self.counts, count))
 
     @override
     def natural_lanes(self) -> int:

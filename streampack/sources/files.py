@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streampack.sources.corpus_lists import CorpusList, Entry
+from streampack.sources.examples import Example, example
 from streampack.sources.parts import Damage, Part, Record, assign, for_lanes, shared_parts
 from streampack.sources.parts_reader import PartsReader
 from streampack.sources.reading import Reader, Reading, spread
@@ -76,10 +77,7 @@ class FileSource(Source):
         """Make a row's data of a record's raw data; raise ValueError if the record is broken."""
 
     def identity(self) -> dict[str, Any]:
-        """Describe the files by their names and sizes, and each file's ETag or its first and last 64 KiB.
-
-        Modification times are no part of it, so a corpus may be copied.
-        """
+        """Describe the files by names, sizes, and ETags or their first and last 64 KiB, so a corpus may be copied."""
         return {"source": type(self).__name__, "files": self.corpus.described}
 
     def read(self, reading: Reading) -> Reader:
@@ -158,6 +156,10 @@ class FileSource(Source):
         for rows in map_in_threads(self._fetch_run, runs) if len(runs) > 1 else map(self._fetch_run, runs):
             found |= rows
         return [found[row_id] for row_id in row_ids]
+
+    def examples_at(self, row_ids: Sequence[RowId]) -> list[Example]:
+        """Return copies of some rows, without data where one cannot be read."""
+        return map_in_threads(lambda row_id: example(row_id, lambda: self.fetch_many([row_id])[0]), row_ids)
 
     def is_near(self, row_id: RowId, later: RowId) -> bool:
         """Return whether to read on from a row to a later one of its file costs less than to begin there."""

@@ -130,7 +130,8 @@ class WebDatasetSource(FileSource):
         opened = content(stream, name=path_in(file.path))
         at = begin
         try:
-            if not begin and (problem := _other_kind(file.shown, opened.peek(BLOCK)[:BLOCK])) is not None:
+            head = b"" if begin else opened.peek(BLOCK)[:BLOCK]
+            if head[257:262] != b"ustar" and (problem := by_content(file.shown, head)) is not None:
                 raise Damage(problem, offset=0)
             found, first = False, None
             archive = tarfile.open(fileobj=opened, mode="r|", tarinfo=_Strict)  # noqa: SIM115 - closes nothing
@@ -302,7 +303,3 @@ def _decoded(member: Member, images: list[bytes]) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"a row must be a JSON object, this is a {type(value).__name__}")
     return value
-
-
-def _other_kind(path: str, head: bytes) -> str | None:
-    return None if head[257:262] == b"ustar" else by_content(path, head)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 from streampack.fingerprint import digest, digest_of
 from streampack.storage.base import (
@@ -27,12 +27,9 @@ UNREADABLE = "unreadable"  # the tag of a file that is gone or cannot be read
 Result = TypeVar("Result")
 
 
-class Once(Protocol):
-    """A function that does some work in one process and returns its result in all: a collective."""
-
-    def __call__(self, work: Callable[[], Result], /, *, of: str) -> Result:
-        """Return the result of ``work``; ``of`` describes it without secrets, and must be equal in all processes."""
-
+Once = Callable[..., Any]
+"""``(work, of=text)`` calls ``work`` in one process and returns its result in all. The text, without secrets, must be
+equal in all processes."""
 
 _collective: ContextVar[Once | None] = ContextVar("_collective", default=None)
 
@@ -61,7 +58,8 @@ def once(work: Callable[[], Result], *, of: str, local: bool) -> Result:
             lambda: None, of="files of each machine"
         )  # raises an error if another rank was given a URL
         return work()
-    return collective(work, of=of)
+    found: Result = collective(work, of=of)
+    return found
 
 
 @dataclass
