@@ -89,7 +89,7 @@ class Quarantine:
         return replace(self, folder=None if self.folder is None else Path(self.folder, name))
 
     def skip(self, lane: int, *, source: Source, row_id: RowId, reason: str, before: int, rows: int) -> None:
-        """List a record that a lane skips; raise ValueError if it has skipped as many as the limit allows.
+        """List a record that a lane skips; raise ValueError if it has reached the limit.
 
         It has skipped ``before`` others in this pass over its rows, and has read ``rows`` in all passes.
         """
