@@ -53,20 +53,16 @@ class Lane:
         self.done = False  # whether this epoch is used up
         self.packs = 0  # made in this epoch; with ``endless``, since the beginning
         self.resumes_from = None if state is None else LaneState.from_dict(state)  # until `restore`
-        self._open(PieceReader(config, lane=lane, num_lanes=num_lanes, prefetch=prefetch), self.resumes_from)
-
-    def _open(self, reader: PieceReader, state: LaneState | None) -> None:
-        """Begin to read at a state, or at the beginning, with nothing that waits."""
-        self.piece_reader = reader
+        self.piece_reader = reader = PieceReader(config, lane=lane, num_lanes=num_lanes, prefetch=prefetch)
         self.planner: Planner[Piece] = Planner(self.config.packing, reader.next)
         # With ``balance_window``, the packs that are not emitted yet, and their tokens.
         self.window: tuple[Any, ...] | None = None  # an `OpenWindow` as plain values
         self.planned: deque[list[Placed[Piece]]] = deque()
         self.planned_tokens = 0
-        if state is None:
+        if self.resumes_from is None:
             reader.open(self.first_epoch)
         else:
-            reader.open(state.begin.epoch, state.begin.cursor)
+            reader.open(self.resumes_from.begin.epoch, self.resumes_from.begin.cursor)
 
     @property
     def epoch(self) -> int:
@@ -240,7 +236,6 @@ class Lane:
     def _plan_again(self, state: LaneState, window: OpenWindow) -> None:
         """Plan the packs of a state's open window again, and skip those that were emitted."""
         reader = self.piece_reader
-        lost = bool(reader.skipped)  # of what waited, which was no bad record
         self.packs -= window.emitted
         self._plan()
         reader.planning_again = False
@@ -250,9 +245,6 @@ class Lane:
         same = self.ledger.tokens_in == state.ledger.tokens_in - window.tokens_in
         same = same and self._held == state.ledger.buffered and bool(self.planned)
         same = same and plain_reader(self._reader()) == plain_reader(state.reader.plain())
-        if self.config.reads_images and (lost or (reader.skipped and not same)):
-            self._close_window(state)
-            return
         if not same:
             raise ValueError(
                 f"lane {self.lane}: other packs are planned than when the state was made; the data or the encoder "
@@ -260,24 +252,6 @@ class Lane:
             )
         self.packs, self.window = state.packs, (*window.begin.plain(), *window[1:])
         reader.end_window(state)
-
-    def _close_window(self, state: LaneState) -> None:
-        """Resume after an open window and drop its packs: images are gone, so they cannot be planned again."""
-        closed, before, config = state.closed(), self.piece_reader, self.config
-        assert config.quarantine is not None
-        for record in before.skipped:  # also those that were bad before, which are listed once
-            config.quarantine.skip(
-                self.lane, source=config.source, row_id=record.row_id, reason=record.reason, before=0, rows=0
-            )
-        log.warning(
-            "lane %d: %d tokens are dropped, the rest of a balance window that cannot be planned again: %s: %s",
-            self.lane, closed.ledger.dropped["removed"] - state.ledger.dropped["removed"],
-            config.source.locate(before.skipped[0].row_id), before.skipped[0].reason,
-        )  # fmt: skip
-        again = PieceReader(config, lane=self.lane, num_lanes=before.num_lanes, prefetch=before.prefetch)
-        self._open(again, closed)
-        waiting = [address.row_id for address in closed.begin.waiting]
-        self._restore(closed, config.source.fetch_many(waiting))
 
 
 def _tokens(placed: list[Placed[Piece]]) -> int:

@@ -74,7 +74,6 @@ class PieceReader:
         self.bad_in_pass = [0] * max(1, len(config.source.names))
         self.planning_again = False  # whether what is read was read, counted and listed before a resume
         self._bad_of_state: list[int] = []  # `bad_in_pass` where the resume began
-        self.skipped: list[BadRecord] = []  # while it was: rows that are bad now
         self.epoch_has_rows = False
         self.dropped_in_row = 0  # rows
         self.most_dropped = MOST_DROPPED if config.may_not_end else math.inf
@@ -328,7 +327,6 @@ class PieceReader:
         if quarantine is None:
             raise record.unskipped() from None
         if self.planning_again:
-            self.skipped.append(record)
             return
         index = source.source_index(row_id)
         ended = self.bad_in_pass[index] if self.reader.passes_begun else 0

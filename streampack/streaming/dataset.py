@@ -194,6 +194,11 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         # As the user set them, as a state has them, or as the run began with them; None until then.
         self.num_lanes = num_lanes
         self.balance_window = None if balance_window is None else require_window(balance_window)
+        if self.balance_window and self.lane_config.reads_images:
+            raise ValueError(
+                f"balance_window={balance_window} with images: a resume would decode the images of a window again, and "
+                "one that is gone would change its packs; leave balance_window out"
+            )
         # What the user set, and no state has replaced.
         self._asked_for = {"num_lanes": self.num_lanes, "balance_window": self.balance_window}
         self.position = Position(epochs or 1)

@@ -178,7 +178,7 @@ def tensors(batch: Batch) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("settings", [{}, {"balance_window": 4}, {"shuffle": True, "max_media": 36}])
+@pytest.mark.parametrize("settings", [{}, {"shuffle": True, "max_media": 36}])
 def test_a_resume_at_every_step_decodes_again(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     given = rows(120)
     loader = PackedDataLoader(data(given, **settings), batch_size=2)
@@ -247,9 +247,8 @@ def test_pixels_that_wait_are_bounded_and_decoded_again(monkeypatch: pytest.Monk
         list(data(encoder=changed))
 
 
-@pytest.mark.parametrize("balance", [0, 4])
 def test_an_image_that_is_gone_while_its_row_waits_without_it_is_a_bad_record(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, balance: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its pack is made without it; one that has no other sample is of padding."""
     monkeypatch.setattr(piece_reader, "HELD_BYTES", 0)
@@ -263,7 +262,7 @@ def test_an_image_that_is_gone_while_its_row_waits_without_it_is_a_bad_record(
         return encode(given)
 
     given = [row(number, text=4, grids=[(5, 6)]) for number in range(60)]  # some fill a pack
-    kept = {"num_lanes": 1, "balance_window": balance}
+    kept = {"num_lanes": 1}
     whole = list(data(given, **kept))
     dataset = data(given, encoder=losing, skip_bad=tmp_path / "bad", **kept)
     packs = list(dataset)
@@ -399,64 +398,11 @@ def test_a_row_that_waited_and_lost_its_image_is_a_bad_record() -> None:
     assert (ledger.dropped["removed"], ledger.dropped_samples["bad"]) == (lost, len(gone))
 
 
-@pytest.mark.parametrize("taken", [9, 11])
-@pytest.mark.parametrize("max_media", [40, None])
-def test_an_image_that_is_gone_in_an_open_balance_window_ends_that_window(
-    taken: int, max_media: int | None, tmp_path: Path
-) -> None:
-    """Whichever row of the window lost it: waiting before it, handed out, or planned."""
-    gone: set[int] = set()
-
-    class Losing:
-        reads_images = True
-
-        def __call__(self, given: Any) -> Sample:
-            if given["number"] in gone:
-                raise ValueError("image 0: it is gone")
-            return encode(given)
-
-    def run(name: str, **settings: Any) -> IterablePackedDataset:
-        own = {"num_lanes": 1, "skip_bad": tmp_path / name, "balance_window": 4, "max_media": max_media}
-        return data(rows(60), **{"encoder": Losing(), **own, **settings})
-
-    def numbers(packs: Any) -> list[int]:
-        return [f.row_id[0] for pack in packs for f in pack["fragments"]]
-
-    whole = run("whole")
-    reading = iter(whole)
-    seen = numbers(itertools.islice(reading, taken))
-    state, read = whole.state_dict(), whole.ledger().samples  # the rows come in order
-    planned = set(numbers(itertools.islice(reading, 12 - taken)))  # of the open window, and not handed out
-    closed = 0
-    for victim in range(60):
-        gone.clear()
-        gone.add(victim)
-        resumed = run(str(victim))
-        resumed.load_state_dict(state)
-        rest = numbers(resumed)
-        assert len({*seen, *rest}) == len([*seen, *rest]), "no row twice"
-        lost, ledger = {*range(60)} - {*seen, *rest}, resumed.ledger()
-        if lost - {victim}:
-            closed += 1
-            assert planned <= lost
-        assert lost <= {*planned, victim}
-        reasons = [entry["reason"] for entry in listed(tmp_path / str(victim))]
-        assert reasons == ["ValueError: image 0: it is gone"] * bool(lost)
-        removed = sum(encode(rows(60)[number]).tokens.size for number in lost if number < read)
-        assert ledger.dropped["removed"] == removed
-        assert ledger.tokens_in == ledger.packed + removed
-    assert closed > len(planned), "rows that were handed out of the window, or waited, too"
-    gone.add(min(planned))
-    strict = run("strict", skip_bad=False)
-    strict.load_state_dict(state)
-    with pytest.raises(ValueError, match="image 0: it is gone"):
-        list(strict)
-
-
 def test_packs_of_images_are_not_planned_far_ahead() -> None:
     assert data(max_seq_len=8192).window_for(8) == 0
     assert data(max_seq_len=8192, max_media=None).window_for(8) == 64
-    assert data(max_seq_len=8192, balance_window=3).window_for(8) == 3
+    with pytest.raises(ValueError, match="balance_window=3 with images"):
+        data(balance_window=3)
 
 
 def test_a_worker_makes_few_packs_of_images_ahead() -> None:
