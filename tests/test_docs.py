@@ -216,7 +216,7 @@ GUIDES = [page for page in PAGES if blocks(page) and page not in TUTORIALS and p
 def test_there_are_pages_with_blocks() -> None:
     assert {"index.md", "data.md", "several_devices.md"} <= {page.name for page in GUIDES}
     for page, line in zip(
-        TUTORIALS, ("python -m", "python -m", "run pretrain", "validate", "run dpo"), strict=True
+        TUTORIALS, ("python -m", "python -m", "run full_finetune", "validate", "run dpo"), strict=True
     ):
         assert any(line in text for language, text in fences(page) if not language), page
 

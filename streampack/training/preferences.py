@@ -40,11 +40,6 @@ class Compared(NamedTuple):
     rejected_logps: torch.Tensor
 
 
-def shares_prefixes(lanes: LaneConfig) -> bool:
-    """Return whether an encoder of a run keeps prompts once. Of a user's own encoder it is not known, and assumed."""
-    return any(getattr(encode, "share_prefix", True) for encode in lanes.encoders)
-
-
 def require_pairs(lanes: LaneConfig) -> None:
     """Raise ValueError if an encoder of a run makes single samples; of a user's own encoder it is not known."""
     for encode in lanes.encoders:

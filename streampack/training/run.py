@@ -27,7 +27,7 @@ from streampack.training.evaluation import HeldOut
 from streampack.training.meters import run_ledger
 from streampack.training.model import Weights, full_weights, seed_step
 from streampack.training.optimizer import require_one_batch
-from streampack.training.preferences import require_pairs, shares_prefixes
+from streampack.training.preferences import require_pairs
 from streampack.training.progress import aligned, opening
 from streampack.training.quantization import delay_fake_quant
 from streampack.training.run_folder import (
@@ -118,7 +118,8 @@ class Run:
         if self._pairs:
             require_pairs(lanes)
         if cfg.verify_isolation and cfg.document_masking and not own_collate(cfg.collate_fn):
-            shared = self._pairs and shares_prefixes(lanes)
+            # Of a user's own encoder it is not known whether it keeps prompts once.
+            shared = self._pairs and any(getattr(encode, "share_prefix", True) for encode in lanes.encoders)
             with world.raise_on_all():
                 require_isolation(model, inputs, max_seq_len=lanes.packing.max_seq_len, groups=shared)
         self._inputs = inputs

@@ -87,7 +87,11 @@ def torchtune_rows(
     packed = bool(each[0].get("packed", False))  # of all, as the config's checks know
     splits = packed and _common("split_across_pack", [_splits(node, key) for node in each], key)
     collate = collate_of(collate_fn, tokenizer=tokenizer)
-    limit = _limit(tokenizer, positions=positions)
+    limit: int | None = getattr(tokenizer, "max_seq_len", None)  # the tokenizer cuts longer samples
+    if positions is not None and (limit or 0) > positions:
+        raise ValueError(
+            f"tokenizer.max_seq_len={limit} is above the model's {positions} positions; lower it to {positions}"
+        )
     if splits:  # torchtune cuts each document before it packs; here it continues in the next pack
         tokenizer = copy.copy(tokenizer)
         tokenizer.max_seq_len = None
@@ -124,16 +128,6 @@ def _text(tokenizer: Any, tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens))
     except Exception:  # SentencePiece's, for special tokens that torchtune numbers after its vocabulary
         return " ".join(map(str, tokens))
-
-
-def _limit(tokenizer: Any, *, positions: int | None) -> int | None:
-    """Return the most tokens of a sample, as the tokenizer cuts it; None: it does not cut."""
-    limit: int | None = getattr(tokenizer, "max_seq_len", None)
-    if positions is not None and (limit or 0) > positions:
-        raise ValueError(
-            f"tokenizer.max_seq_len={limit} is above the model's {positions} positions; lower it to {positions}"
-        )
-    return limit
 
 
 def _joined(datasets: Sequence[Any], nodes: Sequence[Node], key: str, kind: type[MapSource]) -> Source:
