@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -128,7 +129,7 @@ class LaneState:
         """
         if self.window is None:
             return self
-        ledger = self.ledger.copy()
+        ledger = deepcopy(self.ledger)
         ledger.drop("removed", ledger.buffered - self.reader.buffered, samples=0)
         return replace(self, ledger=ledger, window=None)
 
@@ -163,7 +164,7 @@ class LaneState:
         """
         if self.window is not None and None in [row_id(each.row_id) for each in self.window.begin.waiting]:
             return self.closed().remapped(row_id, cursor)
-        ledger, reader = self.ledger.copy(), self.reader
+        ledger, reader = deepcopy(self.ledger), self.reader
         kept, offset = [], reader.offset
         for i, each in enumerate(reader.waiting):
             if (now := row_id(each.row_id)) is not None:

@@ -155,8 +155,7 @@ class PieceReader:
             self.bad_in_pass = list(state.bad_in_pass)
         self.planning_again = state.window is not None
         if not self.planning_again:
-            self.ledger = state.ledger.copy()
-            self.source_stats = [stats.copy() for stats in state.source_stats]
+            self.ledger, self.source_stats = state.ledger, list(state.source_stats)
         if state.restart:  # rows are counted when they are encoded
             self.ledger.tokens_in -= self.ledger.buffered
         self._bad_of_state = [*self.bad_in_pass]
@@ -174,8 +173,8 @@ class PieceReader:
 
     def end_window(self, state: LaneState) -> None:
         """Take the counts of a state whose open window is planned again."""
-        self.ledger, self.bad_in_pass = state.ledger.copy(), self._bad_of_state
-        self.source_stats = [stats.copy() for stats in state.source_stats]
+        self.ledger, self.source_stats = state.ledger, list(state.source_stats)
+        self.bad_in_pass = self._bad_of_state
 
     @property
     def waiting(self) -> list[PlainAddress]:
