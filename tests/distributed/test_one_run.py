@@ -69,7 +69,7 @@ def refused(begin: str, make: Callable[[ThreadSync], PackedDataLoader], *, ranks
 
 
 SLICED = (
-    "; give every rank the whole dataset: streampack shares it out among the ranks itself, so leave out slices such as "
+    "; give every rank the whole dataset: streampack divides it among the ranks itself, so remove slices such as "
     "rows[rank::world_size], split_dataset_by_node and DistributedSampler"
 )
 
