@@ -169,7 +169,7 @@ def test_a_sharded_models_mesh_is_looked_at(two_ranks: None, name: str) -> None:
     llama.lm_head.weight = torch.nn.Parameter(sharded)
     if name == "tp":
         with pytest.warns(
-            UserWarning, match="dimension 'tp' of 2 ranks, which must be given the same batches, and a"
+            UserWarning, match="dimension 'tp' of 2 ranks that need the same batches, and a"
         ):
             prepare_model_for_packing(llama)
     else:
