@@ -57,7 +57,8 @@ def exact_fit(lengths: list[int], room: int, limit: int, pull: Pull) -> list[int
     ``room`` bits, which takes about 0.2 us at 4,096. The search stops at the first arrival with which some subset
     leaves no room, so it pulls more pieces into the buffer only while no exact sum exists.
 
-    If the sum is of more than ``limit`` pieces, the longest are taken instead: so few fill most of the pack.
+    If the sum is of more than ``limit`` pieces, the longest up to the last of them are taken instead: so few fill most
+    of the pack. Later pieces do not count, because after a resume they may not be pulled yet.
     """
     # As long as all pieces together fit, no other subset is fuller. In a pack of a million tokens a whole buffer
     # often does, and `reach` would have a million bits.
@@ -66,7 +67,7 @@ def exact_fit(lengths: list[int], room: int, limit: int, pull: Pull) -> list[int
         total += lengths[seen]
         seen += 1
     taken = list(range(seen)) if total <= room else _fullest(lengths, room, pull, seen - 1)
-    return taken if len(taken) <= limit else best_fit(lengths, room, limit, lambda: False)
+    return taken if len(taken) <= limit else best_fit(lengths[: taken[-1] + 1], room, limit, lambda: False)
 
 
 def _fullest(lengths: list[int], room: int, pull: Pull, seen: int) -> list[int]:

@@ -216,6 +216,24 @@ def test_a_resume_bounds_the_drift_as_the_run_did(window: int) -> None:
         assert contents(again) == whole[count:]
 
 
+@pytest.mark.parametrize("strategy", WAYS)
+def test_a_resume_limits_sequences_as_the_run_did(strategy: str) -> None:
+    """A run may hold more pieces than it looks at for a pack; after a resume only those are read at first."""
+    lengths = np.random.default_rng(5).integers(1, 65, 200).tolist()
+    rows = [{"input_ids": [1] * length} for length in lengths]
+
+    def dataset() -> IterablePackedDataset:
+        options: dict[str, Any] = {"buffer_size": 16, "max_seqs_per_pack": 2, "num_lanes": 1}
+        return IterablePackedDataset(rows, max_seq_len=64, **settings_of(strategy), **options)
+
+    first = dataset()
+    made = [(pack["fragments"], first.state_dict()) for pack in first]
+    for count, (_, state) in enumerate(made[:-1], 1):
+        again = dataset()
+        again.load_state_dict(state)
+        assert [pack["fragments"] for pack in again] == [fragments for fragments, _ in made[count:]]
+
+
 # What is refused.
 
 POLICIES = ("error", "drop", "truncate", "split")
