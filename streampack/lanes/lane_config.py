@@ -123,17 +123,18 @@ class LaneConfig:
     def _in_windows(self, reader: Reader, source: Source, encoder: Encode | None) -> Reader:
         """Return a reader that encodes the rows of a source in windows, if its encoder gains from that.
 
-        Rows of an iterable are encoded one by one: they may come slowly, and it may use their memory again.
+        Rows of an iterable are encoded one by one, because they may come slowly.
         """
-        encode = encoder or self.encode
-        keeps = all(leaf.map_style or isinstance(leaf, FileSource) for leaf in source.leaves().values())
-        if not isinstance(encode, Encoder) or encode.batch_rows == 1 or not keeps:
+        encode, leaves = encoder or self.encode, source.leaves().values()
+        waits = not all(leaf.map_style or isinstance(leaf, FileSource) for leaf in leaves)
+        if not isinstance(encode, Encoder) or encode.batch_rows == 1 or waits:
             return reader
         return WindowReader(
             reader,
             partial(self._encoded, encode),
             rows=encode.batch_rows,
             characters=partial(_characters, encode),
+            copies=any(leaf.map_style for leaf in leaves),
         )
 
     def _encoded(self, encode: Encoder, rows: Sequence[Row]) -> list[Row]:

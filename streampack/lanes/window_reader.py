@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from typing_extensions import override
 
-from streampack.sources.reading import BadRecord, Reader
+from streampack.sources.reading import BadRecord, Reader, own_row
 from streampack.types import Cursor, Row
 
 MOST_CHARACTERS = 1 << 17
@@ -21,10 +21,11 @@ class WindowReader(Reader):
     sees the same rows, cursors and errors as without windows.
 
     Args:
-        reader: of one source, whose rows may be kept.
+        reader: of one source.
         encode: returns the rows of a window, each with what its encoder made of it.
         rows: the most rows in a window.
         characters: returns the size of a row, in characters.
+        copies: whether rows are copied, because the source may use their memory again.
     """
 
     def __init__(
@@ -34,11 +35,13 @@ class WindowReader(Reader):
         *,
         rows: int,
         characters: Callable[[Row], int],
+        copies: bool,
     ) -> None:
         self.reader = reader
         self.encode = encode
         self.rows = rows
         self.characters = characters
+        self.copies = copies
         self._cursor = reader.cursor
         self._window: deque[tuple[Row | Exception, Cursor]] = deque()  # each with the cursor after it
 
@@ -66,6 +69,8 @@ class WindowReader(Reader):
                 found.append((error, self.reader.cursor))
                 ended = not isinstance(error, BadRecord)
                 continue
+            if self.copies:
+                row = row._replace(data=own_row(row.data))
             found.append((row, self.reader.cursor))
             size += self.characters(row)
         rows = [row for row, _ in found if isinstance(row, Row)]

@@ -163,3 +163,43 @@ def test_rows_of_an_iterable_are_encoded_one_by_one() -> None:
     encoder = Letters(8)
     run(IterableSource([{"text": "abc"}] * 20), encoder)
     assert encoder.batches == []
+
+
+class Reused:
+    """A map-style dataset that fills one dict again for each row."""
+
+    def __init__(self) -> None:
+        self.row = {"text": ""}
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        self.row["text"] = chr(ord("a") + index)
+        return self.row
+
+
+class OneArray(Encoder):
+    """Fills one array again for each row, and leaves batches to `Encoder`."""
+
+    batch_rows = 8
+
+    def __init__(self) -> None:
+        self.ids = np.zeros(1, np.int32)
+
+    def __call__(self, row: Mapping[str, Any], /) -> Sample:
+        self.ids[:] = ord(row["text"])
+        return Sample(self.ids, self.ids)
+
+    def fingerprint(self) -> str:
+        return "one array"
+
+
+@pytest.mark.parametrize(
+    ("rows", "encoder"),
+    [(Reused(), Letters(8)), ([{"text": each} for each in "abcdefghijklmnopqrst"], OneArray())],
+)
+def test_memory_may_be_used_again(rows: Any, encoder: Encoder) -> None:
+    data = IterablePackedDataset(rows, encoder=encoder, max_seq_len=5, num_lanes=1)
+    tokens = [token for pack in data for token in pack["tokens"].tolist()]
+    assert tokens == list(map(ord, "abcdefghijklmnopqrst"))

@@ -39,8 +39,15 @@ class Encoder(ABC):
         """Encode a row. Raise ValueError for one that makes no sample; the caller adds its place."""
 
     def encode_many(self, rows: Sequence[Mapping[str, Any]], /) -> list[Sample | Exception]:
-        """Encode rows as one by one. A row that makes no sample has the exception that a call with it raises."""
-        return [attempt(self, row) for row in rows]
+        """Encode rows as one by one. A row that makes no sample has the exception that a call with it raises.
+
+        Samples must not share memory; those of calls are copied, which may use theirs again.
+        """
+
+        def copied(row: Mapping[str, Any]) -> Sample:
+            return sample_from_row(self(row))
+
+        return [attempt(copied, row) for row in rows]
 
     def characters(self, row: Mapping[str, Any], /) -> int:
         """Return how many characters of a row are encoded, or fewer; 0 where that is not known before."""
