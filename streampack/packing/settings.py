@@ -20,22 +20,23 @@ SPLIT_HINT = "; for documents that continue in the next pack set split_across_pa
 class Packing:
     """The settings that decide which tokens share a pack. They are checked here, for every caller.
 
-    ``overlong`` says what becomes of a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"``
-    (its end is cut off), ``"truncate_left"`` (its beginning is) or ``"split"`` into several pieces. By default it is
-    ``"error"``. With ``split_across_pack=True`` every sample may continue in the next pack, so there it is ``"split"``
-    by default, and a ``strategy`` is refused; otherwise that is ``"exact_fit"`` by default. ``max_seqs_per_pack``
-    limits the sequences in a pack; None sets no limit.
+    ``overlong`` says what happens to a sample longer than ``max_seq_len``: ``"error"`` (the default), ``"drop"``,
+    ``"truncate"`` (cuts off its end), ``"truncate_left"`` (cuts off its beginning) or ``"split"`` into several pieces.
 
-    ``strategy="padded"`` packs nothing: each pack is one sample and only as long, in the order of arrival, and a batch
-    is padded to its longest. There ``max_seq_len`` is the most that a sample may have, and ``buffer_size`` and
-    ``max_seqs_per_pack`` are refused.
+    ``strategy`` is ``"exact_fit"`` by default. With ``split_across_pack=True``, every sample may continue in the next
+    pack. Then a ``strategy`` is refused, and ``overlong`` is ``"split"`` by default. ``max_seqs_per_pack`` limits the
+    sequences in a pack; None sets no limit.
 
-    ``pad_seqs_to`` pads every sequence to a multiple of this, inside the sequence: context parallelism over n
-    ranks, which cuts each sequence into 2 n chunks, needs 2 n. ``max_seq_len`` must be a multiple of it, so that the
-    padding at a pack's end is one, too.
+    ``strategy="padded"`` packs nothing: each pack is one sample, as long as that sample, in the order of arrival, and a
+    batch is padded to its longest sample. Then ``max_seq_len`` only limits the length of a sample, and ``buffer_size``
+    and ``max_seqs_per_pack`` are refused.
 
-    ``max_media`` limits what the samples of a pack bring besides tokens, in the rows that a `MediaSample` costs:
-    patches of images, or images. None sets no limit.
+    ``pad_seqs_to`` pads every sequence to a multiple of this number, inside the sequence. Context parallelism over n
+    ranks needs 2 n, because it cuts each sequence into 2 n chunks. ``max_seq_len`` must be a multiple of it, so that
+    the padding at a pack's end is one, too.
+
+    ``max_media`` limits the media in a pack, in the unit of `MediaSample.cost`: patches of images, or images. None sets
+    no limit.
 
     Raises:
         ValueError: for a setting that is out of range or unknown.
@@ -85,10 +86,10 @@ class Packing:
                 )
 
     def pieces_of(self, length: int) -> list[tuple[int, int]]:
-        """Return the ``(start, stop)`` pieces that a sample of ``length`` tokens becomes; none if it is dropped.
+        """Return ``(start, stop)`` of each piece of a sample of ``length`` tokens; no pieces if it is dropped.
 
         Raises:
-            ValueError: if it is too long or empty, for a message that begins with the sample's place.
+            ValueError: if it is too long or empty. The caller puts the sample's place before the message.
         """
         limit = self.max_seq_len
         if length < 1:
@@ -113,7 +114,7 @@ class Packing:
         return length + -length % self.pad_seqs_to
 
     def pack_len(self, used: int) -> int:
-        """Return the length of a pack in which ``used`` tokens are no padding at its end; 0 for a null pack."""
+        """Return the length of a pack with ``used`` tokens before its trailing padding; ``used=0`` is a null pack."""
         return (used or self.pad_seqs_to) if self.strategy == PADDED else self.max_seq_len
 
     def cuts(self, length: int, start: int, stop: int) -> range:
@@ -139,17 +140,18 @@ class Packing:
 
     @property
     def max_segments(self) -> int | None:
-        """The most segments of a pack: its sequences and its padding. None if ``max_seqs_per_pack`` is."""
+        """Limit on the segments of a pack, its sequences and its padding. None without ``max_seqs_per_pack``."""
         return None if self.max_seqs_per_pack is None else self.max_seqs_per_pack + 1
 
 
 def trained_if_split(
     sample: Sample, start: int, stop: int, *, packing: Packing, isolated: bool = True
 ) -> int | None:
-    """Count the trained tokens in all fragments of a sample, ``[start, stop)`` being one; None if it is not split.
+    """Return the number of trained tokens in all fragments of a sample; None if it is not split.
 
-    It is the value of `Fragment.trained`. If samples are ``isolated``, the first label of every fragment is not
-    trained. If they are not, it is trained except where the fragment begins a pack.
+    ``[start, stop)`` is any one of the fragments. The result is the value of `Fragment.trained`. If samples are
+    ``isolated``, the first label of every fragment is not trained. If they are not, it is trained unless the fragment
+    begins a pack.
 
     >>> trained_if_split(Sample(np.arange(10), np.arange(10)), 4, 8, packing=Packing(4, overlong="split"))
     7
@@ -164,7 +166,7 @@ def trained_if_split(
     kept = sample.cut(kept_start, kept_stop)
     if isolated:
         return trained_tokens(kept, cuts)
-    # After each cut a new pack begins. The sample's first fragment begins a pack, too, if it fills one.
+    # A new pack begins after each cut. The sample's first fragment also begins a pack if it fills one.
     pack_starts = [0, *cuts] if cuts[0] == packing.max_seq_len else cuts
     not_trained = sum(1 for start in pack_starts if kept.labels[start] != IGNORE_INDEX)
     return int(np.count_nonzero(kept.labels != IGNORE_INDEX)) - not_trained

@@ -1,4 +1,4 @@
-"""`ArrowSource`: the rows of Arrow files, of Feather, and of the folders that datasets saves."""
+"""`ArrowSource`: the rows of Arrow files, Feather files, and folders that the datasets library saves."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from streampack.storage.retries import Storage
 from streampack.types import RowId
 
 ARROW = (".arrow", ".feather", ".ipc")
-MAGIC = b"ARROW1\0\0"  # of a file with a footer; the stream within it begins after these bytes
+MAGIC = b"ARROW1\0\0"  # begins a file with a footer; the stream in it begins after these bytes
 STREAM = b"\xff\xff\xff\xff"
 
 
 class Batches(NamedTuple):
-    """The record batches of a file of this machine."""
+    """The record batches of a local file."""
 
-    starts: list[int]  # the number of each batch's first row, and the number of rows
+    starts: list[int]  # the number of each batch's first row, then the number of rows in the file
     get: Callable[[int], Any]
-    problem: str | None  # why the batches that follow cannot be read
+    problem: str | None  # why the batches after these cannot be read
 
 
 class ArrowSource(FileSource):
@@ -45,11 +45,11 @@ class ArrowSource(FileSource):
     >>> [row.data for row in ArrowSource(path).read(Reading())]
     [{'text': 'a'}, {'text': 'b'}]
 
-    Files of this machine are mapped into memory and cut into lanes at any row; a compressed Feather file is
-    decompressed once for that, and by batches when it is read. A compressed stream is held in memory. A file behind a
-    URL is one part, which is read from its beginning by each lane and at each resume: Parquet is better there.
+    Local files are mapped into memory, and lanes may begin at any row. To count its rows, a compressed Feather file is
+    decompressed once; reading decompresses it again, by batches. A compressed stream is held in memory. A file at a URL
+    is one part: each lane reads it from its beginning, also at each resume. Prefer Parquet for URLs.
 
-    Rows are those of `ParquetSource`, with ids as arrays, and records in lists without their null fields.
+    Rows are like those of `ParquetSource`: ids are arrays, and records in lists come without their null fields.
 
     Args:
         paths: files, folders or globs, see `JSONLSource`. Of a folder, the ``.arrow``, ``.feather`` and ``.ipc`` files
@@ -105,31 +105,31 @@ class ArrowSource(FileSource):
 
     @override
     def is_near(self, row_id: RowId, later: RowId) -> bool:
-        """See `FileSource.is_near`: a file behind a URL is always read from its beginning."""
+        """See `FileSource.is_near`: a file at a URL is always read from its beginning."""
         return not self.local
 
     @property
     @override
     def size(self) -> int | None:
-        """How many rows there are; None behind a URL."""
+        """Number of rows; None for files at URLs."""
         return sum(map(self._rows_of, range(len(self.files)))) if self.local else None
 
     @override
     def examples(self, count: int = EXAMPLES) -> list[Example]:
-        """Return rows from all over the files of this machine, or the first rows."""
+        """Return rows from all over the files if they are local, else the first rows."""
         if not self.local or not (counts := list(map(self._rows_of, range(len(self.files)))))[0]:
             return super().examples(count)
         return self.examples_at(places(counts, count))
 
     @override
     def natural_lanes(self) -> int:
-        """Return one lane per 64 KiB, but no more than there are rows; behind a URL, one per file."""
+        """Return one lane per 64 KiB, but at most one per row; for files at URLs, one per file."""
         if (rows := self.size) is None:
             return len(self.files)
         return max(1, min(rows, sum(self.files.sizes) >> 16))
 
     def _rows_of(self, number: int) -> int:
-        """Return how many rows a file of this machine has; 0 if that is not known."""
+        """Return the number of rows of a local file; 0 if it is unknown."""
         if not self.local or number in self.bad:
             return 0
         try:
@@ -138,7 +138,7 @@ class ArrowSource(FileSource):
             return 0
 
     def _from(self, part: Part, offset: int, fetcher: Fetcher) -> Iterator[tuple[int, Any]]:
-        """Yield the batches of a file from the one on that holds row ``offset``, each with its first row's number."""
+        """Yield ``(number of its first row, batch)`` of a file, from the batch that holds row ``offset`` on."""
         if not self.local:
             yield from self._streamed(part, fetcher)
             return
@@ -199,12 +199,12 @@ class ArrowSource(FileSource):
 
 
 def _require_arrow(path: str, head: bytes) -> None:
-    """Raise `Damage` for a file that does not begin as Arrow's do."""
+    """Raise `Damage` if a file does not begin like an Arrow file."""
     if not head.startswith((MAGIC, STREAM)):
         what = (
             "it is Feather, version 1: write it again" if head.startswith(b"FEA1") else by_content(path, head)
         )
-        raise Damage(what or "it is no Arrow file", offset=0)
+        raise Damage(what or "it is not an Arrow file", offset=0)
 
 
 def _damaged(rows: int, error: Exception) -> str:

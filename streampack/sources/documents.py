@@ -1,6 +1,6 @@
-"""`NumberedRecords`: records that lie end to end in files and are read in place; `DocumentSource`: those of token ids.
+"""`NumberedRecords`: records stored end to end in files and read in place; `DocumentSource`: such records of token ids.
 
-Files of this machine are mapped into memory; those behind URLs are read by ranges.
+Local files are mapped into memory; files at URLs are read in ranges.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from streampack.storage.ranges import Block, Fetcher
 from streampack.types import IGNORE_INDEX, IntArray
 
 UNITS_PER_LANE = 1 << 16
-"""Tokens for each lane by default, which are 64 packs of 4,096; of records that are no tokens, bytes."""
+"""Tokens per lane by default, 16 packs of 4,096; bytes, if the records are not tokens."""
 
 Stored = npt.NDArray[np.integer[Any]]
-"""Ids in the type of their file, ``[length]``; bytes, if the records are none of tokens."""
+"""Ids in the dtype of their file, ``[length]``; bytes, if the records are not tokens."""
 
 Marks = npt.NDArray[np.uint8]
-"""For each id 0 where it is not trained on, ``[length]``."""
+"""0 for each id that is not trained on, ``[length]``."""
 
 Offsets = npt.NDArray[np.int64]
 Checksums = npt.NDArray[np.uint32]
@@ -44,34 +44,34 @@ Read = Callable[[Block], bytes | memoryview]
 
 
 class Mask(NamedTuple):
-    """Where a file, from byte ``first`` on, says of each token whether it is trained on: by a byte, or by a bit."""
+    """Where a file says which tokens are trained on: from byte ``first`` on, with one byte or one bit per token."""
 
     file: File
     first: int = 0
     bits: bool = False
 
     def block(self, start: int, end: int) -> Block:
-        """Return where the marks of the tokens ``[start, end)`` lie."""
+        """Return the block with the marks of tokens ``[start, end)``."""
         each = 8 if self.bits else 1
         return self.file, self.first + start // each, self.first + -(-end // each)
 
     def marks(self, data: bytes | memoryview, start: int) -> Marks:
-        """Return the marks of the tokens from ``start`` on, which were read by `block`."""
+        """Return the marks of the tokens from ``start`` on, from the data of their `block`."""
         found = np.frombuffer(data, np.uint8)
         return np.unpackbits(found, bitorder="little")[start % 8 :] if self.bits else found
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the records of a file lie.
+    """The layout of the records in a file.
 
     Attributes:
-        dtype: the type of what they consist of, such as ``<u2`` of ids, or ``|u1`` of bytes.
-        units: how many of those the file has.
-        count: how many records the file has: documents, or tokens where no index says where documents begin.
-        first: the byte of the first record.
+        dtype: the type of a unit of a record, such as ``<u2`` for ids, or ``|u1`` for bytes.
+        units: the number of units in the file.
+        count: the number of records in the file: documents, or tokens if no index says where documents begin.
+        first: the byte at which the first record begins.
         index: the file beside it that says where its records begin, if there is one.
-        mask: what says which tokens are trained on; None if all are.
+        mask: where the marks of the trained tokens are; None if all tokens are trained on.
     """
 
     dtype: str = "<u2"
@@ -87,26 +87,26 @@ class Layout:
         return np.dtype(self.dtype).itemsize
 
     def block(self, file: File, start: int, end: int) -> Block:
-        """Return where the units ``[start, end)`` of a file lie."""
+        """Return the block with units ``[start, end)`` of a file."""
         return file, self.first + self.width * start, self.first + self.width * end
 
 
 class NumberedRecords(FileSource):
-    """Records that lie end to end in files. A format implements `offsets` and `decode`.
+    """Records stored end to end in files. A format implements `offsets` and `decode`.
 
     Args:
         corpus: the files.
-        layouts: for each file, where its records lie, or why it cannot be read; see `look_at_each`.
+        layouts: for each file its layout, or why it cannot be read; see `look_at_each`.
         whole: the numbers of files that cannot be cut.
     """
 
     unit = "document"
 
     least = 1
-    """The length of the shortest part into which a file is cut, in records."""
+    """Fewest records in a part of a file."""
 
     sizes_of_index = False
-    """Whether an index says how large files are, so that one of another size is damaged; else it has changed."""
+    """Whether an index lists the sizes of files. If so, a file of another size is damaged; else it has changed."""
 
     def __init__(
         self, corpus: Corpus, layouts: Sequence[Layout | str], *, whole: Collection[int] = ()
@@ -121,16 +121,17 @@ class NumberedRecords(FileSource):
             )
         super().__init__(Corpus(Files.of(files), corpus.storage))
         self.counts = [layout.count for layout in self.layouts]
-        # An unknown file is a part, too, so that a lane lists it.
+        # A file without a known number of records is a part, too, so that a lane reports it.
         self.uncut = {*whole, *(number for number in self.bad if not self.counts[number])}
 
     def offsets(self, part: Part, read: Read) -> tuple[Offsets, Checksums | None]:
-        """Return where each record of a part begins, and where the last one ends, counted from the first of its file.
+        """Return where each record of a part begins and where the last one ends, in units from the file's first record.
 
         If the format has checksums (`checksum`), those of the records are returned, too.
 
         Raises:
-            Damage: if what says so is damaged. The caller checks that the offsets rise within the file.
+            Damage: if the data that locates the records is damaged. The caller checks that the offsets rise and are in
+                the file.
         """
         raise NotImplementedError
 
@@ -149,7 +150,7 @@ class NumberedRecords(FileSource):
         return self.slice(part, fetcher) if part.start != part.stop else iter(())
 
     def slice(self, part: Part, fetcher: Fetcher, content: bytes | None = None) -> Iterator[Record]:
-        """Yield the records of a part, in a file whose content is ``content`` or else is read."""
+        """Yield the records of a part. The file is read, unless ``content`` is its content."""
         file, layout, number = self.files[part.file], self.layouts[part.file], part.start
         view: Callable[[File], bytes | memoryview] = cache(mapped) if content is None else lambda _: content
         here = self.local or content is not None
@@ -172,7 +173,7 @@ class NumberedRecords(FileSource):
             marks = mask.marks(next(found), int(run[0])) if mask is not None else None
             for start, end in pairwise((run - run[0]).tolist()):
                 own = stored[start:end]
-                # What was fetched is copied, so that a record that waits holds no others.
+                # Fetched data is copied, so that a buffered record does not keep its entire block in memory.
                 own = own if self.local else own.copy()
                 yield number, (own, None if marks is None else marks[start:end], next(written)), number + 1
                 number += 1
@@ -211,7 +212,7 @@ class DocumentSource(NumberedRecords):
         super().__init__(corpus, layouts)
         self.tokens = sum(layout.units for layout in self.layouts)
         dtypes = [np.dtype(each.dtype) for each in layouts if isinstance(each, Layout)]
-        # A user's subclass may change the ids, and other types may hold ids below 0.
+        # A user's subclass may change the ids, and other types may hold negative ids.
         if type(self).__module__.startswith("streampack.") and all(
             dtype.kind == "u" and dtype.itemsize <= 4 for dtype in dtypes
         ):
@@ -236,7 +237,7 @@ class DocumentSource(NumberedRecords):
 
 
 def mapped(file: File) -> memoryview:
-    """Return the content of a file of this machine, which stays mapped while a view of it is held."""
+    """Return the content of a local file, which stays mapped while a view of it exists."""
     with Path(file.path).open("rb") as opened:
         if (size := os.fstat(opened.fileno()).st_size) != file.size:  # an empty one cannot be mapped
             raise resized(file, size)
@@ -256,7 +257,7 @@ def checksum(stored: Stored, marks: Marks | None) -> int:
 
 
 def as_ids(stored: Stored) -> IntArray:
-    """Return ids as int32, or int64 if the file has 8 bytes an id or an id of 4 bytes needs it; read-only.
+    """Return read-only ids as int32, or as int64 if they have 8 bytes in the file or an id of 4 bytes needs it.
 
     Ids of 4 and 8 bytes are not copied, unless one of 4 bytes is 2**31 or more.
 
@@ -279,7 +280,7 @@ def as_ids(stored: Stored) -> IntArray:
 def _signed(ids: Stored) -> Stored:
     """Return unsigned ids of 4 or 8 bytes as signed ones, if all fit; others as they are.
 
-    One look at many short documents spares `as_ids` a look at each: a tenth of the time of a stream.
+    Checking many short documents at once spares `as_ids` a check of each, which is 10 % of the time of a stream.
     """
     if ids.dtype.kind != "u" or ids.itemsize < 4:
         return ids
@@ -288,7 +289,7 @@ def _signed(ids: Stored) -> Stored:
 
 
 def _runs(offsets: Offsets, limit: int) -> Iterator[Offsets]:
-    """Divide records into runs of ``limit`` units and the rest of a record. Yields the offsets of each run."""
+    """Yield the offsets of runs of records. A run ends with the record that reaches ``limit`` units."""
     first, last = 0, len(offsets) - 1
     while first < last:
         # The end of the record that crosses the run's end, or of the last one.

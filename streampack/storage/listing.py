@@ -1,8 +1,8 @@
-"""Listing of a corpus's files, which happens when its source is made: by paths, folders, globs, or a manifest.
+"""Lists the files of a corpus when its source is made, from paths, folders, globs or a manifest.
 
-A line of a manifest is a name, or an object with ``name``, ``size`` (stored bytes) and ``tag`` (the ETag; of a file on
-this machine a digest of its first and last 64 KiB). A file with a size is not looked up. A manifest is not trusted, as
-it may come from the network: its names stay below its folder.
+Each line of a manifest is a name, or a JSON object with ``name``, ``size`` (stored bytes) and ``tag`` (the ETag, or for
+a local file a digest of its first and last 64 KiB). A file with a size is not looked up. A manifest may come from the
+network, so it is not trusted: names outside its folder are refused.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Name = str | os.PathLike[str]
 MAGIC = "*?["
 HIDDEN = re.compile(r"(^|/)\.")
 MOST_BYTES = 1 << 48
-"""Bytes of the largest file. Object stores have files of 190 TiB at most, and sums of such sizes fit 64 bits."""
+"""Limit on the size of a file. Object stores allow at most 190 TiB, and sums of such sizes fit into 64 bits."""
 ESCAPED = re.compile(r"\[([*?[])\]")  # a character that `glob.escape` has escaped
 
 
@@ -62,13 +62,13 @@ def find_files(
     otherwise: Sequence[str] = (),
     storage: Storage | Mapping[str, Any] | None = None,
 ) -> Corpus:
-    """Return the files that paths, folders, globs or a manifest name, sorted; empty and missing ones with a problem.
+    """Return the files named by paths, folders, globs or a manifest, sorted. Empty and missing files have a problem.
 
-    Of a folder, those with ``endings``; if it has none, those with endings of ``otherwise``. With a manifest, ``paths``
-    may be the folder that its names are relative to.
+    A folder names its files with ``endings``, or those with endings in ``otherwise`` if there are none. With a
+    manifest, ``paths`` may be the folder that its names are relative to.
 
     Raises:
-        ValueError: if nothing matches, no file can be read, a file is named twice, or a manifest's name leads out of
+        ValueError: if nothing matches, no file can be read, a file is named twice, or a name in a manifest leads out of
             its folder.
     """
     if paths is None and manifest is None:
@@ -98,9 +98,9 @@ def find_files(
 def storage_of(
     paths: Sequence[str], storage: Storage | Mapping[str, Any] | None, redirect: Check | None = None
 ) -> LocalStorage | RemoteStorage:
-    """Return the one storage that holds paths or URLs. For ``redirect``, see `RemoteStorage`."""
+    """Return the storage that holds all of the paths or URLs. For ``redirect``, see `RemoteStorage`."""
     schemes = [scheme_of(path) or "" for path in paths]
-    # What one web server is told, such as a token, is not for another.
+    # Options for one web server, such as a token, must not be sent to another.
     hosts = [
         urlsplit(path).netloc if scheme[:4] == "http" else ""
         for scheme, path in zip(schemes, paths, strict=True)
@@ -116,10 +116,10 @@ def storage_of(
 
 
 def corpus_of(found: Files, storage: FileStorage) -> Corpus:
-    """Return the corpus of files that were listed, in their order.
+    """Return the corpus of the listed files, in their order.
 
     Raises:
-        ValueError: if no file can be read, one is too large, or one is listed twice, also by a link.
+        ValueError: if no file can be read, one is too large, or one is listed twice, by its name or by a link.
     """
     sizes = np.frombuffer(found.sizes, np.int64)
     for number in np.flatnonzero(sizes > MOST_BYTES)[:1].tolist():
@@ -208,7 +208,7 @@ _scan = json.JSONDecoder().decode
 
 
 def _looked_up(found: Files, storage: FileStorage) -> Files:
-    """Look at the files whose sizes are not known."""
+    """Look up the files whose sizes are unknown."""
 
     def look(number: int) -> File:
         file = found[number]
@@ -224,9 +224,10 @@ def _looked_up(found: Files, storage: FileStorage) -> Files:
 
 
 def names_in(folder: str) -> list[str] | None:
-    """Return the names, relative to it, of the files in a folder, here or at a URL; None if it is no folder.
+    """Return the names of the files in a folder, relative to the folder; None if it is not a folder.
 
-    Hidden files are skipped. A web server lists no files, so its URLs are no folders.
+    The folder is local or at a URL. Hidden files are skipped. A web server does not list files, so its URLs are not
+    folders.
     """
     held = storage_of([folder], None)
     local = isinstance(held, LocalStorage)
@@ -248,15 +249,15 @@ def _is_glob(pattern: str) -> bool:
 
 
 def _matching(storage: LocalStorage | RemoteStorage, pattern: str) -> list[File]:
-    """Return the file or folder of a name, not looked up, or the files that a glob matches."""
+    """Return the files that match a glob. For a plain name, return its file or folder without looking it up."""
     parts = _parts_of(pattern)
-    if not pattern:  # else a folder, this one
+    if not pattern:  # it would be taken for the current folder
         raise _no_match(pattern)
     if not _is_glob(pattern) or (isinstance(storage, LocalStorage) and Path(pattern).exists()):
         return [File(pattern, "/".join(parts[-1:]))]
     folder = _plain_parts(parts)
     found = _named(storage.find(pattern), folder)
-    # A wildcard matches no hidden file, as on this machine.
+    # A wildcard does not match hidden files, as in local globs.
     if not HIDDEN.search("/".join(parts[len(folder) :])):
         found = [file for file in found if not HIDDEN.search(file.name)]
     if found:
@@ -271,7 +272,7 @@ def _no_match(pattern: str) -> ValueError:
 def _in_folder(
     storage: LocalStorage | RemoteStorage, folder: str, endings: Sequence[Sequence[str]]
 ) -> list[File]:
-    """Return the files with the first of some sets of endings that a folder has, at any depth; no hidden ones."""
+    """Return the files in a folder, at any depth, that have the first set of endings with a match; none are hidden."""
     everything = _below(storage, folder)
     for each in endings:
         if found := [file for file in everything if file.name.endswith(tuple(each))]:
@@ -287,7 +288,7 @@ def _below(storage: LocalStorage | RemoteStorage, folder: str) -> list[File]:
 
 
 def _named(found: Sequence[File], folder: Sequence[str]) -> list[File]:
-    """Name files by their paths below a folder, whose parts the user gave: a file system may write paths otherwise."""
+    """Name files by their paths below ``folder``. Only its depth is used: a file system may spell paths differently."""
     parts = [_parts_of(file.path) for file in found]
     return [
         replace(file, name="/".join(of_file[len(folder) :] or of_file[-1:]))
@@ -296,7 +297,7 @@ def _named(found: Sequence[File], folder: Sequence[str]) -> list[File]:
 
 
 def _plain_parts(parts: Sequence[str]) -> list[str]:
-    """Return the parts of a glob before the first one with a wildcard: the folder that no file can move.
+    """Return the parts of a glob before the first one with a wildcard. New files do not change this folder.
 
     >>> _plain_parts(["data", "[[]1]", "en-*", "0.jsonl"])
     ['data', '[1]']
@@ -306,7 +307,7 @@ def _plain_parts(parts: Sequence[str]) -> list[str]:
 
 
 def _parts_of(url: str) -> list[str]:
-    """Return the host or bucket of a URL and the parts of its path, of a web server without quotes.
+    """Return the host or bucket of a URL and the parts of its path, unquoted if the URL is of a web server.
 
     >>> _parts_of("https://host/a%20b/0.jsonl?token=secret"), _parts_of("s3://bucket/a%20b#1.jsonl")
     (['host', 'a b', '0.jsonl'], ['bucket', 'a%20b#1.jsonl'])

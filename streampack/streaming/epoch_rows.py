@@ -1,4 +1,4 @@
-"""Token counts of the rows of an epoch: of all rows, lane by lane, or of a sample from all over the corpus."""
+"""Token counts of the rows of an epoch: of all rows, lane by lane, or of rows sampled from all over the corpus."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from streampack.types import IntArray, Row, RowId, Sample
 
 ENOUGH_ROWS = 64
 ENOUGH_PACKS, ENOUGH_PIECES = 200, 50_000
-"""A sample that fills fewer packs is planned several times in one lane, with up to this many pieces."""
+"""Sampled rows that fill fewer than `ENOUGH_PACKS` are repeated in one lane, up to `ENOUGH_PIECES`."""
 
 Floats = npt.NDArray[np.float64]
 Numbers = npt.NDArray[Any]
@@ -40,9 +40,9 @@ COLUMNS = np.dtype(
         ("trained", "i4"),
         ("kept", "i4"),  # tokens of its pieces, 0 if it is dropped
         ("kept_trained", "i4"),
-        ("media", "i4"),  # of its pieces
+        ("media", "i4"),  # cost of its pieces
         ("reason", "i1"),  # 0, or 1 + an index into DROP_REASONS
-        ("extent", "i4"),  # in the unit in which the size of the source is known: bytes or rows
+        ("extent", "i4"),  # size of the row, in the unit of the source's size: bytes or rows
     ]
 )
 
@@ -57,14 +57,14 @@ class Seen(NamedTuple):
     kept_trained: int
     reason: str | None  # one of DROP_REASONS
     detail: str
-    media: int = 0  # of its pieces
+    media: int = 0  # cost of its pieces
 
 
 See = Callable[[Seen], None] | None
 
 
 def tolerant(config: LaneConfig) -> LaneConfig:
-    """Return a configuration that drops and counts rows at which the run would stop."""
+    """Return a configuration that drops and counts the rows that would stop the run."""
     packing = config.packing
     return replace(
         config,
@@ -168,10 +168,10 @@ class Epoch:
         return max(errors)
 
     def lanes(self, packing: Packing, *, seed: int) -> tuple[list[list[IntArray]], float]:
-        """Return the sizes of the samples in each lane, and how often each sampled row is among them; 0 for all rows.
+        """Return the sizes of the samples in each lane, and how often each row is repeated; 0 if all rows were read.
 
-        Sizes are tokens, ``[samples]``, and with ``max_media`` also media. A sample has one lane, in random order. Its
-        rows are repeated until they fill `ENOUGH_PACKS`.
+        Sizes are tokens, ``[samples]``, and with ``max_media`` also media. Rows that were sampled are in one lane, in
+        random order, and are repeated until they fill `ENOUGH_PACKS`.
         """
         rows = self.rows
         columns = [rows.kept] if packing.max_media is None else [rows.kept, rows.media]
@@ -184,7 +184,8 @@ class Epoch:
         filled = float(weights @ rows.kept[packed]) / packing.max_seq_len
         if packing.max_media is not None:
             filled = max(filled, float(weights @ rows.media[packed]) / packing.max_media)
-            # Pieces that fill only one of the two budgets wait until the lane ends, so its end counts.
+            # Pieces that fill only one of the two budgets stay buffered until the lane ends, so the planned lane must
+            # not be longer than a real one.
             most = min(most, in_all / max(1, self.num_lanes))
         count = max(len(packed), round(min(most, ENOUGH_PACKS * in_all / filled)))
         drawn = np.searchsorted(np.cumsum(weights), (np.arange(count) + 0.5) * in_all / count)
@@ -193,7 +194,7 @@ class Epoch:
 
 
 def read_lanes(config: LaneConfig, *, num_lanes: int, limit: int | None = None, see: See = None) -> Epoch:
-    """Read all lanes of the first epoch, or the first ``limit`` rows of a source that cannot tell its size."""
+    """Read all lanes of the first epoch, or the first ``limit`` rows of a source of unknown size."""
     own, mix = num_lanes if limit is None else 1, config.mix
     seen = ((lane, 1, each) for lane in range(own) for each in islice(_lane_rows(config, lane, own), limit))
     rows = _table(seen, config, see)
@@ -213,10 +214,10 @@ def read_sample(
 ) -> Epoch:
     """Read about ``rows`` rows from all over the source, or from all over each source of a mixture.
 
-    With ``most_tokens``, reading a source ends after this many, but not before `ENOUGH_ROWS` rows.
+    With ``most_tokens``, reading a source stops after that number of tokens, but not before `ENOUGH_ROWS` rows.
 
     Raises:
-        ValueError: for a mixture that never ends, a source without a trained token, or one that cannot tell its size.
+        ValueError: for a mixture that never ends, or a source without trained tokens or of unknown size.
     """
     mix = config.mix
     if mix is not None and mix.stop == "never":
@@ -236,7 +237,7 @@ def read_sample(
 
 
 def _table(seen: Iterable[tuple[int, int, Seen]], config: LaneConfig, see: See) -> Rows:
-    """Return the table of rows that come with their lane and extent; call ``see`` with each."""
+    """Return a table of the rows, which come as ``(lane, extent, row)``, and call ``see`` with each row."""
 
     def records() -> Iterator[tuple[int, ...]]:
         for lane, extent, each in seen:
@@ -270,7 +271,7 @@ def _lane_rows(config: LaneConfig, lane: int, num_lanes: int) -> Iterator[Seen]:
 def _sampled(
     config: LaneConfig, source: Source, found: list[Example], prefix: RowId, most_tokens: int | None
 ) -> Iterator[tuple[int, int, Seen]]:
-    """Yield the rows of a sample in random order; their ids begin with ``prefix`` in a mixture."""
+    """Yield sampled rows in random order. In a mixture, ``prefix`` begins their row ids."""
     read = 0
     for number, at in enumerate(permutation(len(found), len(found)).tolist()):
         if most_tokens is not None and number >= ENOUGH_ROWS and read > most_tokens:
@@ -285,14 +286,14 @@ def _sampled(
 
 
 def _passes(mix: Mix, rows: Rows, times: Floats) -> Floats:
-    """Return how often an epoch reads each source. Each is ``times`` as large as its part of ``rows``."""
+    """Return how often an epoch reads each source. A source is ``times`` as large as its rows in the table."""
     trained = np.bincount(rows.source, rows.kept_trained, minlength=len(times)) * times
     weights = np.array([entry.weight for entry in mix.entries], np.float64)
     own = weights > 0
     for number in np.flatnonzero(own & (trained == 0)):
         raise ValueError(
             f"no token of source {mix.entries[number].name!r} is trained, in {(rows.source == number).sum():,} rows "
-            "from all over it, so its weight cannot be reached; look at its labels, or leave it out"
+            "from all over it, so its weight cannot be reached; check its labels, or remove the source"
         )
     # Trained tokens of the complete mixture when a source has been read once.
     once = np.divide(trained, weights, where=own, out=np.full_like(trained, np.nan))
@@ -301,7 +302,7 @@ def _passes(mix: Mix, rows: Rows, times: Floats) -> Floats:
 
 
 def _size(source: Source) -> float | None:
-    """Return about how many rows one pass over a source has; None if it cannot tell."""
+    """Return the estimated number of rows in one pass over a source; None if its size is unknown."""
     try:
         found, scale = source.sample(ENOUGH_ROWS)
     except ValueError:

@@ -16,8 +16,8 @@ class PackDicts:
     """Iterator over the packs of a dataset as dicts in torchtune's format. A failed conversion consumes no pack.
 
     Args:
-        start: called for the first pack, so that an iterator that yields nothing changes nothing. It returns the
-            progress that `Position.start` makes, and the events of the lanes from there on.
+        start: called when the first pack is requested, so that creating an iterator changes nothing. It returns the
+            progress that `Position.start` makes, and the lane events from there on.
         look_at: called with the event of each pack.
     """
 
@@ -28,7 +28,7 @@ class PackDicts:
         look_at: Callable[[LaneEvent], None],
     ) -> None:
         self._start, self._look_at = start, look_at
-        self._broken = False  # whether the newest call raised, or is under way
+        self._broken = False  # True during a call, and after a call that raised
         self._events: Iterator[LaneEvent] | None = None
 
     def __iter__(self) -> PackDicts:

@@ -1,4 +1,4 @@
-"""torchtune's dataset builders as the data of a run: their samples row by row, packed or padded here."""
+"""Rows of a run from torchtune's dataset builders. They are packed or padded here, not by torchtune."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ log = logging.getLogger(__name__)
 Node = Mapping[str, Any]
 
 UNLIMITED = 1 << 20
-"""Tokens of the longest sample where neither tokenizer nor model has a limit."""
+"""Limit on the tokens of a sample if neither the tokenizer nor the model has one."""
 LOOKED_AT = 64
-"""Rows that are encoded at the start of a run, to count those that the tokenizer cut."""
+"""Rows that are encoded at the start of a run to count those that the tokenizer cuts."""
 IDS = ("tokens", "chosen_input_ids", "rejected_input_ids")
 LOCAL_FILE = "a file of your own is read by source: json (or csv, parquet), data_files: FILE, split: train"
 
 
 @dataclass(frozen=True)
 class RunRows:
-    """Rows of a run, with their encoder and settings of an `IterablePackedDataset`."""
+    """Rows of a run, their encoder, and the settings of their `IterablePackedDataset`."""
 
     source: Source
-    encoder: Any  # None: the training rows'
+    encoder: Any  # None: the encoder of the training rows
     settings: dict[str, Any]
 
 
 class PairEncoder(Encoder):
-    """Encoder of the rows of torchtune's preference datasets: two answers in one group, their prompt kept once."""
+    """Encodes rows of torchtune's preference datasets as a group of two answers that stores their prompt once."""
 
     makes_groups = True
 
@@ -72,19 +72,20 @@ def torchtune_rows(
     positions: int | None = None,
     collate_fn: str | None = None,
 ) -> RunRows:
-    """Build the datasets of one node or of several, and look at their first rows.
+    """Build the datasets of one or more nodes, and check their first rows.
 
-    Several are read end to end as by torchtune's recipes, or where nodes have a ``weight``, as a `Mix`. With
-    ``packed: True`` a pack has ``tokenizer.max_seq_len`` tokens, or twice as many for pairs, which are two sequences.
-    Otherwise each sample is a row of a padded batch.
+    Several datasets are read end to end, as torchtune's recipes do, or as a `Mix` if the nodes have a ``weight``. With
+    ``packed: True``, a pack has ``tokenizer.max_seq_len`` tokens, or twice that for pairs, which are two sequences.
+    Otherwise, each sample is a row of a padded batch.
 
-    ``key`` is the name of the ``nodes`` in the config, for messages; ``positions`` are the model's, None if unknown.
+    ``key`` is the key of the ``nodes`` in the config, for messages. ``positions`` is the model's number of positions,
+    None if unknown.
 
     Raises:
-        ValueError: in one line, for nodes that build nothing, do not go together, or make no samples.
+        ValueError: with a message of one line, if nodes build nothing, cannot be combined, or yield no samples.
     """
     each = list(nodes) if isinstance(nodes, Sequence) else [nodes]
-    packed = bool(each[0].get("packed", False))  # of all, as the config's checks know
+    packed = bool(each[0].get("packed", False))  # the config's checks refuse nodes that differ
     splits = packed and _common("split_across_pack", [_splits(node, key) for node in each], key)
     collate = collate_of(collate_fn, tokenizer=tokenizer)
     limit: int | None = getattr(tokenizer, "max_seq_len", None)  # the tokenizer cuts longer samples
@@ -106,7 +107,7 @@ def torchtune_rows(
         )
     if limit is not None and not splits and collate is None and world.is_main:
         for dataset in datasets:
-            # The error of a bad row is raised where training reads it, with its number.
+            # A bad row raises its error, with the row's number, when training reads it.
             with suppress(Exception):
                 _warn_of_cuts(dataset, limit, key)
     size = limit or positions or UNLIMITED
@@ -117,7 +118,7 @@ def torchtune_rows(
         settings["strategy"] = "padded"
     encoder: Encoder = PairEncoder() if pairs else TokensEncoder() if collate is None else RowEncoder(collate)
     if hasattr(tokenizer, "decode"):
-        vars(encoder)["decode"] = partial(_text, tokenizer)  # for what shows samples
+        vars(encoder)["decode"] = partial(_text, tokenizer)  # for code that displays samples
     return RunRows(
         _joined(datasets, each, key, MapSource if collate is None else WholeRows), encoder, settings
     )
@@ -126,12 +127,12 @@ def torchtune_rows(
 def _text(tokenizer: Any, tokens: list[int]) -> str:
     try:
         return str(tokenizer.decode(tokens))
-    except Exception:  # SentencePiece's, for special tokens that torchtune numbers after its vocabulary
+    except Exception:  # SentencePiece raises for special tokens, which torchtune numbers after its vocabulary
         return " ".join(map(str, tokens))
 
 
 def _joined(datasets: Sequence[Any], nodes: Sequence[Node], key: str, kind: type[MapSource]) -> Source:
-    """Return several datasets end to end, or by their weights."""
+    """Return one source of all datasets: end to end, or mixed by their weights."""
     from torchtune.datasets import ConcatDataset
 
     weights = [node.get("weight") for node in nodes]
@@ -144,12 +145,14 @@ def _joined(datasets: Sequence[Any], nodes: Sequence[Node], key: str, kind: type
             ]
         )
     if set(weights) != {None}:
-        raise ValueError(f"{key}: some nodes have a weight and others none; give each one, or none")
+        raise ValueError(
+            f"{key}: some nodes have a weight and others none; give a weight to all nodes, or to none"
+        )
     return kind(datasets[0] if len(datasets) == 1 else ConcatDataset(list(datasets)))
 
 
 def _splits(node: Node, key: str) -> bool:
-    """Return whether documents continue in the next pack: as the node says, or its builder does by default."""
+    """Return whether documents continue in the next pack, as set in the node or by the builder's default."""
     found = inspect.signature(resolve(node[COMPONENT])).parameters.get("split_across_pack")
     default = found.default if found else node[COMPONENT] == "torchtune.datasets.wikitext_dataset"
     return bool(node.get("split_across_pack", default))
@@ -158,7 +161,7 @@ def _splits(node: Node, key: str) -> bool:
 def _common(what: str, values: Sequence[bool], key: str) -> bool:
     if len(set(values)) > 1:
         raise ValueError(
-            f"{key}: {what} is True in some nodes and False in others, and their samples go into the same packs; give "
+            f"{key}: {what} is True in some nodes and False in others, but their samples go into the same packs; give "
             "all nodes one value"
         )
     return values[0]
@@ -168,17 +171,17 @@ def _built(node: Node, key: str, tokenizer: Any) -> Any:
     """Build a dataset without torchtune's packing."""
     known = inspect.signature(resolve(node[COMPONENT])).parameters
     unpacked = {name: value for name, value in node.items() if name not in ("packed", "weight")}
-    # The library below is given what the builder does not know.
+    # The builder passes arguments that it does not know to the library below it, whose error then suggests names.
     near = [did_you_mean(name, known) for name in unpacked if name not in {*known, COMPONENT}]
     with errors_of(key, "".join(near).removeprefix("; "), of_files=LOCAL_FILE):
         try:
             return build(unpacked | ({"packed": False} if "packed" in known else {}), tokenizer)
-        except DatasetGenerationError as error:  # which names neither the file nor the cause
+        except DatasetGenerationError as error:  # its message names neither the file nor the cause
             raise ValueError(f"{node.get('data_files', node.get('source'))}: {error.__cause__}") from error
 
 
 def _first_row(dataset: Any, node: Node, key: str, collate: Collate | None) -> Mapping[str, Any]:
-    """Return the first row of a dataset, after a trial of all that is done with rows."""
+    """Return the first row of a dataset, after trying on it everything that a run does with rows."""
     way_out = "map your columns by column_map or column, or mend the row"
     with errors_of(f"{key}: {node[COMPONENT]}: the first row", way_out, of_files=LOCAL_FILE):
         if not len(dataset):
@@ -194,7 +197,8 @@ def _first_row(dataset: Any, node: Node, key: str, collate: Collate | None) -> M
             encoder(row)
     if collate is not None:
         with errors_of(
-            "collate_fn cannot take the first row", "it is for rows of another kind; remove the key for text"
+            "collate_fn cannot take the first row",
+            "it expects rows of another kind; for text, remove the key",
         ):
             batch = collate([dict(row)])
             batch["tokens"], batch["labels"]
@@ -202,7 +206,7 @@ def _first_row(dataset: Any, node: Node, key: str, collate: Collate | None) -> M
 
 
 def _warn_of_cuts(dataset: Any, limit: int, key: str) -> None:
-    """Warn once if the tokenizer cuts samples, and say how many of some rows."""
+    """Warn if the tokenizer cuts samples, and say how many of `LOOKED_AT` rows it cuts."""
     from torchtune.datasets import TextCompletionDataset
 
     most = limit - isinstance(dataset, TextCompletionDataset)  # it keeps room for one token
@@ -210,6 +214,6 @@ def _warn_of_cuts(dataset: Any, limit: int, key: str) -> None:
     cut = sum(max(len(ids) for name, ids in row.items() if name in IDS) >= most for row in rows)
     if cut:
         log.warning(
-            "%s: tokenizer.max_seq_len=%d cuts longer samples; %d of %d rows looked at have %d tokens, so are cut",
+            "%s: tokenizer.max_seq_len=%d cuts longer samples; %d of %d rows looked at have %d tokens, so they are cut",
             key, limit, cut, len(rows), most,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`World`: the processes of a run, their device, how they find one another and end, and their collectives."""
+"""`World`: the processes of a run, their device and collectives, how they find each other, and how they end."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ POLL_SECONDS = 0.5
 
 
 def pick_device(name: str) -> torch.device:
-    """Return this rank's device; ``auto`` is a GPU where there is one.
+    """Return this rank's device; ``auto`` is a GPU if there is one.
 
     Raises:
-        ValueError: for a device that this machine does not have, or another one than this rank's.
+        ValueError: if this machine does not have the device, or it is another rank's.
     """
     require_device(name)
     kind, _, index = name.partition(":")
-    # torch.npu is there once torch has loaded torch_npu, which it does by itself.
+    # torch loads an installed torch_npu by itself, which defines torch.npu.
     here = {each: found for each in DEVICES if (found := getattr(torch, each, None)) and found.is_available()}
     if kind == "auto":
         kind = next((each for each in here if each != "cpu"), "cpu")
@@ -57,14 +57,14 @@ def pick_device(name: str) -> torch.device:
     if number >= count or (rank is not None and number != int(rank)):
         raise ValueError(
             f"device={name!r}, local rank {rank or 0}: this machine has {count} {kind} device(s), one for each rank; "
-            f"start at most {count} ranks, and leave the number of the device out"
+            f"start at most {count} ranks, and set device={kind} without a number"
         )
     here[kind].set_device(number)
     return torch.device(kind, number)
 
 
 def pick_dtype(device: torch.device) -> str:
-    """Return the ``dtype`` of a config that has none: bf16 on a device that computes in it, fp32 on a CPU."""
+    """Return the default ``dtype`` of a config: bf16 on a device other than a CPU that supports it, else fp32."""
     kind = getattr(torch, device.type)
     return "bf16" if device.type != "cpu" and kind.is_bf16_supported() else "fp32"
 
@@ -85,12 +85,12 @@ class World:
     size: int = 1
     sync: RankSync | None = None
     background: dist.ProcessGroup | None = None
-    """The process group of a thread beside the training loop."""
+    """The process group for a thread that runs beside the training loop."""
     device_type: str = "cpu"
     replicas: int = 1
     """Copies of the model; each is sharded over some of the ranks (HSDP)."""
     tensor_parallel: int = 1
-    """Ranks that compute each layer together. They have consecutive numbers, and read the same batches."""
+    """Number of ranks that compute each layer together. They have consecutive numbers and read the same batches."""
 
     @property
     def is_main(self) -> bool:
@@ -99,7 +99,7 @@ class World:
 
     @property
     def data_size(self) -> int:
-        """Number of data ranks: of ranks that read different batches."""
+        """Number of data ranks, which read different batches."""
         return self.size // self.tensor_parallel
 
     @property
@@ -126,7 +126,7 @@ class World:
     def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the data ranks, in place."""
         if self.rank % self.tensor_parallel:
-            values.zero_()  # the first rank of the tensor-parallel group adds its own, which are the same
+            values.zero_()  # the ranks of a tensor-parallel group have equal values, and only the first one adds them
         if self.size > 1:
             dist.all_reduce(values)
         return values
@@ -144,7 +144,7 @@ class World:
         return value if self.sync is None else cast("T", self.sync.gather(value if self.is_main else None)[0])
 
     def max(self, count: int) -> int:
-        """Return the largest of the ranks' counts, in a single message between any two of them."""
+        """Return the largest of the ranks' counts, with a single message between any two ranks."""
         return count if self.sync is None else max(self.sync.exchange([count])())[0]
 
     def run_on_main(self, work: Callable[[], T], /, *, of: str) -> T:
@@ -160,7 +160,7 @@ class World:
 
     @contextmanager
     def raise_on_all(self) -> Iterator[None]:
-        """Make the block raise on all ranks if it raises on one: `OtherRankFailed` where it did not raise itself."""
+        """Raise on all ranks if the block raises on one. Ranks where it succeeded raise `OtherRankFailed`."""
         try:
             yield
         except Exception as error:
@@ -189,8 +189,8 @@ def join_world(
 ) -> Iterator[World]:
     """Join the processes that torchrun started as a `World`, and leave it after the block.
 
-    A collective waits ``timeout`` seconds at most. After an error this process leaves at once, so that ranks that wait
-    for it fail, too.
+    A collective waits at most ``timeout`` seconds. After an error, this process leaves at once, so that the ranks
+    waiting for it fail, too.
 
     Raises:
         ValueError: if ``replicas`` x ``tensor_parallel`` does not divide the number of ranks.
@@ -235,7 +235,7 @@ def join_world(
 
 
 def _allow_connections(size: int) -> None:
-    """Raise the limit of open files, 1,024 on most systems, to what connections to ``size`` ranks need, if allowed."""
+    """Raise the limit on open files (1,024 on most systems) to fit connections to ``size`` ranks, as far as allowed."""
     needed = CONNECTED_GROUPS * (size - 1) + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:
@@ -279,7 +279,7 @@ def _open_store(rank: int, size: int, *, timeout: float) -> Store:
         raise ConnectionRefusedError(
             f"the torchrun that keeps the ranks' store at {address}:{port} has ended, and this rank ends with it"
         ) from None
-    except OSError:  # it may pass, and torch tries again
+    except OSError:  # it may be transient; torch tries again below
         pass
     store = TCPStore(address, port, size, False, timedelta(seconds=timeout))
     name = uuid.uuid4().hex
@@ -294,7 +294,7 @@ def _open_store(rank: int, size: int, *, timeout: float) -> Store:
         if time.monotonic() > deadline:
             raise TimeoutError(f"ranks {sorted(missing)} of {size} did not join within {timeout:.0f} s")
         for other in sorted(missing):
-            # The question may be of a dead rank, until the rank of this attempt overwrites it.
+            # The question may come from a dead rank, until the rank of this attempt overwrites it.
             if store.check([f"streampack/question/{other}"]):
                 store.set(f"streampack/answer/{store.get(f'streampack/question/{other}').decode()}", name)
             if store.check([f"streampack/{name}/{other}"]):

@@ -1,4 +1,4 @@
-"""Cutting a giant text into parts that make the same tokens apart as together."""
+"""Cuts a giant text into parts. Tokenized one by one, they yield the tokens of the complete text."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 PART = 1 << 16
-"""Characters of a part, at least. Texts below twice of it stay in one."""
+"""Fewest characters of a part. A text of up to twice this length is not cut."""
 
 CUT = re.compile(r"(?<=[^\s\u180e]\n)(?=\w)")
-"""One line break after a character that is no white space, and before a letter or number.
+"""Place of a cut: after a line break that comes between a non-space character and a letter, number or underscore.
 
-None of the patterns in `PATTERNS` matches a line break with what follows it here, so there a pre-token ends. None looks
-back, so the text after the cut is matched as in the whole. The only one with a lookahead, ``\\s+(?!\\S)``, has one line
-break here, which ``\\s+`` matches as well. No composition of NFC has a line break in it.
+No pattern in `PATTERNS` matches such a line break together with the next character, so a pre-token ends at the cut. No
+pattern looks back, so the text after the cut is matched as in the complete text. Only ``\\s+(?!\\S)`` has a lookahead.
+Without the text after the cut, it matches the line break that ``\\s+`` matches otherwise. No NFC composition contains a
+line break.
 """
 
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -30,11 +31,11 @@ PATTERNS = {
     WORDS + r"|\p{N}" + SIGNS,
     CASED + THREE + SIGNS.replace(r"\n]*", r"\n/]*"),
 }
-"""Patterns of pre-tokens of Llama 3 (and cl100k), Qwen 2 and 3, and gpt-oss (o200k). GPT-2's is ``ByteLevel``'s own."""
+"""Pre-token patterns of Llama 3 (and cl100k), Qwen 2 and 3, and gpt-oss (o200k). ``ByteLevel`` contains GPT-2's."""
 
 
 def can_be_cut(backend: Any) -> bool:
-    """Return whether a tokenizer of the tokenizers library makes the same tokens of parts: a BPE of bytes."""
+    """Return whether the parts yield the tokens of the text with this tokenizer, a byte-level BPE of tokenizers."""
     state = json.loads(backend.to_str())
     model, normalizer = state["model"], state["normalizer"] or {"type": "NFC"}
     return (
@@ -49,7 +50,7 @@ def can_be_cut(backend: Any) -> bool:
 
 
 def _ends_at_cuts(pre_tokenizer: Mapping[str, Any]) -> bool:
-    """Return whether a pre-token ends at each cut: one step splits by a known pattern, others at digits or nowhere."""
+    """Return whether a pre-token ends at each cut. A step must split by a known pattern; others may split digits."""
     steps, known = pre_tokenizer.get("pretokenizers", [pre_tokenizer]), False
     for step in steps:
         match step:
@@ -67,7 +68,7 @@ def _ends_at_cuts(pre_tokenizer: Mapping[str, Any]) -> bool:
 
 
 def cut_giant(text: str, *, size: int = PART) -> list[str]:
-    r"""Return the parts of a text, each the shortest of at least ``size`` characters that ends at a cut.
+    r"""Return the parts of a text. Each but the last is the shortest of at least ``size`` characters up to a cut.
 
     >>> cut_giant("one\ntwo\n\nthree\n", size=2)
     ['one\n', 'two\n\nthree\n']

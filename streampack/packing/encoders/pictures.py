@@ -1,4 +1,4 @@
-"""Pictures as rows give them (paths, URLs, bytes, arrays), read and decoded within limits. They come from anywhere."""
+"""Reads and decodes the images of rows (paths, URLs, bytes, arrays) within limits, as they may come from anywhere."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-"""Formats that are read: all of them by code that only decodes, in memory that the header's size bounds. EPS, for one,
-would run a program, and a tile of a TIFF may be larger than its picture."""
+"""Accepted formats. Their decoders run no other program, and the size in the header bounds their memory. EPS would run
+a program, and a tile of a TIFF may be larger than its image."""
 KEYS = ("bytes", "image", "image_url", "url", "path", "value")
-"""Under which a mapping holds an image: a part of a content, OpenAI's ``image_url``, datasets' feature Image, or
-LLaMA-Factory's parts."""
+"""Keys under which a mapping holds an image: a part of a message's content, OpenAI's ``image_url``, datasets' feature
+Image, or a part as in LLaMA-Factory."""
 MAX_PIXELS = 1 << 25
 MAX_BYTES = 1 << 26
 MOST_SCANS = 100
-"""Scans of a progressive JPEG, which has about ten. One of 60 bytes may take as long as the whole picture, so a file of
-64 MiB would be decoded for hours."""
-MOST_SAID = 400  # characters of an error; the path in it may be a file in base64, by mistake
+"""Limit on the scans of a progressive JPEG, which usually has about ten. A scan of 60 bytes may take as long to decode
+as the entire image, so a file of 64 MiB could take hours."""
+MOST_SAID = 400  # characters of an error, whose path may be a file in base64 by mistake
 
 
 Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
@@ -44,7 +44,7 @@ Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 
 @dataclass
 class PictureReader:
-    """Reads one picture after another, as RGB on white and turned upright; of an animation the first frame.
+    """Reads images as RGB, upright and on a white background. Of an animation, it reads the first frame.
 
     The arguments are those of `VisionEncoder`.
     """
@@ -70,15 +70,15 @@ class PictureReader:
         self.told = Storage.of(self.storage)
         require_positive(self.max_pixels, "max_pixels")
         require_positive(self.max_bytes, "max_bytes")
-        # By scheme, and whether they are told the options.
+        # By scheme, and by whether they receive the options.
         self.storages: dict[tuple[str | None, bool], FileStorage] = {}
 
     def __call__(self, given: Any, /) -> Image:
-        """Return a picture.
+        """Return the decoded image.
 
         Raises:
-            ValueError: for one that is missing, broken, too large or none.
-            ConnectionError: for one that may be read later.
+            ValueError: if it is missing, broken, too large, or not an image.
+            ConnectionError: if it cannot be read now, but may be later.
         """
         from PIL import Image
 
@@ -91,7 +91,7 @@ class PictureReader:
             if len(given) > self.max_bytes:
                 raise ValueError(f"it has {len(given):,} bytes, max_bytes is {self.max_bytes:,}")
             if given[:2] == b"\xff\xd8" and (scans := given.count(b"\xff\xda")) > MOST_SCANS:
-                raise ValueError(f"it is a JPEG of {scans:,} scans, and {MOST_SCANS} are decoded at most")
+                raise ValueError(f"it is a JPEG of {scans:,} scans; at most {MOST_SCANS} are decoded")
         elif not isinstance(given, Image.Image) and getattr(given, "ndim", 0) < 2:
             raise ValueError(
                 f"it is {'null' if given is None else f'a {type(given).__name__}'}; give a path, a URL, the bytes of a "
@@ -99,7 +99,7 @@ class PictureReader:
             )
         try:
             with warnings.catch_warnings():
-                # Pillow warns of 89 million pixels, and the limit here is another.
+                # Pillow warns above 89 million pixels. The limit here is max_pixels.
                 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
                 if isinstance(given, bytes):
                     given = Image.open(io.BytesIO(given), formats=FORMATS)  # reads the header only
@@ -109,8 +109,8 @@ class PictureReader:
                 return self._upright(given)
         except ValueError:
             raise
-        except Exception as error:  # each format's decoder raises what it likes
-            why = str(error).partition(" <_io")[0]  # Pillow names the address of what it read
+        except Exception as error:  # the decoders of the formats raise many types of exceptions
+            why = str(error).partition(" <_io")[0]  # Pillow appends the address of the stream in memory
             raise ValueError(
                 f"it cannot be decoded ({type(error).__name__}: {why}); formats are {', '.join(FORMATS)}, and arrays "
                 "[height, width, 3] of uint8"
@@ -127,7 +127,7 @@ class PictureReader:
             path = f"{self.homes[0].rstrip('/')}/{path}"
         path = _normal(path)
         scheme, shown = scheme_of(path), redact(path)
-        # What one web server is told, such as a token, is not for others.
+        # Options for one web server, such as a token, must not be sent to others.
         homes = self.homes[:1] if scheme in ("http", "https") else self.homes
         inside = any(_is_inside(path, each) for each in homes) or not (
             self.homes or scheme in ("http", "https")
@@ -142,7 +142,7 @@ class PictureReader:
             file = storage.look(path)
             if not 0 <= file.size <= self.max_bytes:
                 raise ValueError(f"{shown} has {file.size:,} bytes, max_bytes is {self.max_bytes:,}")
-            # What is known is not looked up again; a list of all images would grow for ever.
+            # Known files are not looked up again. Only this one is kept, as a set of all images would keep growing.
             known = storage.own()[1]
             known.clear()
             known.add(file.path)
@@ -155,19 +155,19 @@ class PictureReader:
                 raise ValueError(str(error)) from None
             raise ConnectionError(
                 f"{shorten(str(error))}; the row is not at fault, so the run ends: resume it when images can be read, "
-                "or leave the row out"
+                "or remove the row"
             ) from error
 
     def _require_inside(self, path: str) -> None:
-        """Refuse a path, or a URL to which a server redirects, that is in none of the folders."""
+        """Refuse a path, or the target of a server's redirect, that is outside all of the folders."""
         if self.anywhere or any(_is_inside(path, each) for each in self.homes):
             return
-        why = ": the row is of no file whose folder could hold its images; name their folder (folder=...)"
+        why = ": the row is of no file that could give the folder of its images; name the folder (folder=...)"
         if self.homes:
             homes = " and ".join(map(redact, self.homes))
             why = f" leads out of the folder of images, {homes}; add its folder (folder=[...])"
         raise Refused(
-            f"{redact(path)}{why}, or let rows that you trust name any (VisionEncoder(anywhere=True))"
+            f"{redact(path)}{why}, or allow any path if you trust the rows (VisionEncoder(anywhere=True))"
         )
 
     def _upright(self, picture: Image) -> Image:
@@ -177,7 +177,7 @@ class PictureReader:
         if picture.mode in ("F", "I"):
             raise ValueError(f"its mode is {picture.mode!r}, and nothing says which of its numbers is white")
         upright = ImageOps.exif_transpose(picture)
-        if upright.mode[:4] == "I;16":  # Pillow would cut off what is above 255
+        if upright.mode[:4] == "I;16":  # Pillow would clip values above 255
             upright = Image.fromarray((np.asarray(upright) // 257).astype(np.uint8))
         if upright.has_transparency_data:
             upright = upright.convert("RGBA")
@@ -193,18 +193,18 @@ class PictureReader:
 
 
 def shorten(text: str) -> str:
-    """Return a text without its middle, if it is long."""
+    """Return a text, without its middle if it is long."""
     half = MOST_SAID // 2
     return text if len(text) <= MOST_SAID else f"{text[:half]} [...] {text[-half:]}"
 
 
 def _normal(path: str) -> str:
-    """Return a path of this machine as its storage reads it, without ``..``; a URL as it is."""
+    """Return a local path in the form that its storage reads, absolute and without ``..``; a URL unchanged."""
     return path if scheme_of(path) else os.path.normpath(Path(path).expanduser().absolute())
 
 
 def _is_inside(path: str, folder: str) -> bool:
     if scheme_of(folder) is None:
         return scheme_of(path) is None and Path(path).resolve().is_relative_to(Path(folder).resolve())
-    # A server may read the path after it has decoded it.
+    # A server may decode the path before it reads it.
     return path.startswith(f"{folder.rstrip('/')}/") and ".." not in re.split(r"[/\\]", unquote(path))
