@@ -146,6 +146,8 @@ class Files:
     def __getitem__(self, number: int) -> File:
         if (file := self.special.get(number)) is not None:
             return file
+        if number >= len(self):  # of a row that was read before files were removed
+            raise IndexError(number)
         return File(self.path(number), self.names[number], self.sizes[number], self.tags[number] or None)
 
     def path(self, number: int) -> str:

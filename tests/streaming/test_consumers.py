@@ -168,9 +168,7 @@ def test_a_sharded_models_mesh_is_looked_at(two_ranks: None, name: str) -> None:
     sharded = DTensor.from_local(weight.detach()[:512], mesh, [Shard(0)], run_check=False)
     llama.lm_head.weight = torch.nn.Parameter(sharded)
     if name == "tp":
-        with pytest.warns(
-            UserWarning, match="dimension 'tp' of 2 ranks that need the same batches, and a"
-        ):
+        with pytest.warns(UserWarning, match="dimension 'tp' of 2 ranks that need the same batches, and a"):
             prepare_model_for_packing(llama)
     else:
         prepare_model_for_packing(llama)

@@ -127,7 +127,7 @@ def test_the_opening_expects_the_padding_that_packs_have(
 ) -> None:
     lengths = torch.randint(2, 20, (250,), generator=torch.Generator().manual_seed(0)).tolist()
     rows = [{"tokens": [1] * length, "labels": [1] * length} for length in lengths]
-    data = IterablePackedDataset(rows, max_seq_len=24, num_lanes=2, epochs=epochs, **settings)
+    data = IterablePackedDataset(rows, max_seq_len=24, num_lanes=2, epochs=epochs, shuffle=True, **settings)
     changes = {"max_steps": None} if epochs else {}
     config = read_config(
         tiny_config(tmp_path, epochs=epochs, gradient_accumulation_steps=1, validation=None, **changes)
@@ -138,7 +138,7 @@ def test_the_opening_expects_the_padding_that_packs_have(
         "split_across_pack" if "split_across_pack" in settings else f"strategy={settings['strategy']}"
     )
     expected = float(re.search(r"about ([\d.]+)% padding", line)[1])  # type: ignore[index]
-    for _ in islice(loader, 200):
+    for _ in islice(loader, 1_000):  # exact_fit bounds the drift of long pieces less and less
         pass
     assert 100 * loader.ledger().padding == pytest.approx(expected, abs=2)  # of rows in another order
     assert (expected > 5) == (settings.get("strategy") == "next_fit")
