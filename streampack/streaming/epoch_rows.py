@@ -26,8 +26,8 @@ from streampack.types import IntArray, Row, RowId, Sample
 
 ENOUGH_ROWS = 64
 ENOUGH_PACKS, ENOUGH_PACKS_OF_MEDIA, ENOUGH_PIECES = 1_000, 200, 50_000
-"""Sampled rows that fill fewer packs are repeated in one lane, up to `ENOUGH_PIECES`. The order of the pieces alone
-moves the padding of 200 packs by 1.5 points, but packs with two budgets take longer to plan."""
+"""Sampled rows that fill fewer packs are repeated in one lane, up to `ENOUGH_PIECES` pieces. With 200 packs, the order
+of the pieces alone moves the padding by 1.5 points, but packs with two budgets take longer to plan."""
 
 Floats = npt.NDArray[np.float64]
 Numbers = npt.NDArray[Any]

@@ -171,7 +171,7 @@ def _built(node: Node, key: str, tokenizer: Any) -> Any:
     """Build a dataset without torchtune's packing."""
     known = inspect.signature(resolve(node[COMPONENT])).parameters
     unpacked = {name: value for name, value in node.items() if name not in ("packed", "weight")}
-    # The builder passes arguments that it does not know to the library below it, whose error then suggests names.
+    # The builder passes arguments that it does not know on to another library. Its errors then suggest known names.
     near = [did_you_mean(name, known) for name in unpacked if name not in {*known, COMPONENT}]
     with errors_of(key, "".join(near).removeprefix("; "), of_files=LOCAL_FILE):
         try:
