@@ -345,6 +345,14 @@ def test_rows_that_make_no_sample_are_known_before_training(
     assert encoder_for(str(path), tok), "further rows are errors when they are read"
 
 
+@pytest.mark.parametrize("content", [b"[1, 2]\n", b"\x00\xff\x80", b'{"messages": [\n'])
+def test_a_file_without_a_row_says_what_its_first_record_is(tok: Any, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    for strict in (True, False):
+        with pytest.raises(ValueError, match=r"rows\.jsonl:1: (it is a JSON array|.* line of JSON)"):
+            encoder_for(str(tmp_path / "rows.jsonl"), tok, strict=strict)
+
+
 @pytest.mark.parametrize(
     ("rows", "how", "fragment"),
     [

@@ -180,9 +180,7 @@ def encoder_for(
     counts, places = _count_shapes(source, probe)
     known = Counter({key: count for key, count in counts.items() if key})
     if not known:
-        raise ValueError(
-            _named(source, places[""][0]) if places else "the source has no rows; check its paths"
-        )
+        raise ValueError(_named(source, places[""][0]) if places else _why_unread(source))
     [(key, most)] = known.most_common(1)
     others = [row for name, found in places.items() if name != key for row in found]
     if others:
@@ -222,6 +220,15 @@ def _first_rows(source: Source) -> Iterator[tuple[RowId, Mapping[str, Any]]]:
             if (row := next(reader, None)) is None:
                 return
             yield row.row_id, row.data if isinstance(row.data, Mapping) else {"input_ids": row.data}
+
+
+def _why_unread(source: Source) -> str:
+    """Say why a source has no row that can be read, by its first record."""
+    try:
+        next(source.read(Reading()), None)
+    except BadRecord as error:
+        return str(error)
+    return "the source has no rows; check its paths"
 
 
 Reason = tuple[RowId, str]
