@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, Traini
 from streampack import HFTokenizer, IterablePackedDataset, encoder_for, prepare_trainer_for_packing
 from streampack.inspection.trainer_report import write_trainer_report
 from streampack.streaming.first_look import first_look
+from streampack.validation import one_line_errors
 
 
 @dataclass
@@ -67,7 +68,9 @@ def main(argv: list[str]) -> Trainer:
         bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
         use_cache=True,  # saved in the model's config; in training, packs switch the cache off
     )  # fmt: skip
-    chat, args = parser.parse_args_into_dataclasses(argv)
+    chat, args, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     tokenizer = HFTokenizer(chat.model, chat_template=chat.chat_template)
     if chat.chat_template is not None:  # so that it is saved with the weights
         tokenizer.tokenizer.chat_template = Path(chat.chat_template).read_text(encoding="utf-8")
@@ -108,4 +111,5 @@ def main(argv: list[str]) -> Trainer:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with one_line_errors():
+        main(sys.argv[1:])

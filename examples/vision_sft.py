@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from streampack import IterablePackedDataset, VisionEncoder, prepare_trainer_for_packing
+from streampack.validation import one_line_errors
 
 
 @dataclass
@@ -57,7 +58,9 @@ def main(argv: list[str]) -> Trainer:
         bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
         dataloader_num_workers=2,  # images are decoded beside the training
     )  # fmt: skip
-    vision, args = parser.parse_args_into_dataclasses(argv)
+    vision, args, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     encoder = VisionEncoder(vision.model, model=vision.model, folder=vision.folder)
     processor = encoder.processor
     model = AutoModelForImageTextToText.from_pretrained(vision.model, dtype=torch.float32)
@@ -85,4 +88,5 @@ def main(argv: list[str]) -> Trainer:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with one_line_errors():
+        main(sys.argv[1:])

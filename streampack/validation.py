@@ -11,6 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -166,3 +167,14 @@ def raised_here(error: BaseException) -> bool:
         return False
     last = entries[-1][1]
     return of_system or last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End the process on an error that `raised_here` finds: one line, exit status 1. Others keep their traceback."""
+    try:
+        yield
+    except Exception as error:
+        if not raised_here(error):
+            raise
+        sys.exit(" ".join([f"error: {error}", *getattr(error, "__notes__", ())]))

@@ -13,6 +13,10 @@ from streampack.sources.reading import Reader, Reading, own_row, picked
 from streampack.types import Cursor, RowId
 
 
+class UnknownSize(ValueError):
+    """How many rows a source has is known only when all of them are read."""
+
+
 class Source(ABC):
     """A corpus of rows, divided into lanes: streams that are read, and resumed at any cursor, independently.
 
@@ -101,10 +105,10 @@ class Source(ABC):
         Records that cannot be read have no data, or are skipped; they count as rows for the size.
 
         Raises:
-            ValueError: if the corpus has no known length.
+            UnknownSize: if the corpus has no known length.
         """
         if (size := self.size) is None:
-            raise ValueError(f"the length of {type(self).__name__} is unknown; set max_steps")
+            raise UnknownSize(f"the length of {type(self).__name__} is unknown; set max_steps")
         found = self.examples(count)
         return found, size / max(1, len(found))
 

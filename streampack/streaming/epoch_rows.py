@@ -21,7 +21,7 @@ from streampack.sources.bad_records import Quarantine
 from streampack.sources.examples import Example
 from streampack.sources.mixture import Mix
 from streampack.sources.reading import BadRecord, permutation
-from streampack.sources.source import Source
+from streampack.sources.source import Source, UnknownSize
 from streampack.types import IntArray, Row, RowId, Sample
 
 ENOUGH_ROWS = 64
@@ -219,11 +219,12 @@ def read_sample(
     With ``most_tokens``, reading a source stops after that number of tokens, but not before `ENOUGH_ROWS` rows.
 
     Raises:
-        ValueError: for a mixture that never ends, or a source without trained tokens or of unknown size.
+        UnknownSize: for a mixture that never ends, or a source of unknown size.
+        ValueError: for a source without trained tokens.
     """
     mix = config.mix
     if mix is not None and mix.stop == "never":
-        raise ValueError("a mixture with stop='never' has no end; set max_steps")
+        raise UnknownSize("a mixture with stop='never' has no end; set max_steps")
     sources = {0: config.source}
     if mix is not None:
         sources = {number: entry.source for number, entry in enumerate(mix.entries) if entry.weight}

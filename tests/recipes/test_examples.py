@@ -126,7 +126,7 @@ def test_an_example_computes_in_bf16_if_the_device_has_it(
     class Stop(Exception):
         """Ends the example after its defaults are set."""
 
-    def parse(parser: Any, words: list[str]) -> None:
+    def parse(parser: Any, words: list[str], **_: Any) -> None:
         chosen.extend(map(parser.get_default, ("use_cpu", "bf16")))
         raise Stop
 
@@ -136,6 +136,42 @@ def test_an_example_computes_in_bf16_if_the_device_has_it(
     with pytest.raises(Stop):
         main([])
     assert chosen == [not available, available and supported]
+
+
+def test_a_mistake_of_the_user_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of chat_sft: a chat too long for a pack, a broken row, an unknown option, and a folder of another run."""
+    monkeypatch.chdir(tmp_path)
+    byte_level(pad_token="</s>").save_pretrained("my_model")
+    hf_trainers.model().save_pretrained("my_model")
+    row = json.dumps(PUBLISHED["5 OpenAI"][0])
+    files = {"good": [row] * 8, "other": [row] * 9, "broken": [row, row, row, '{"messages": [']}
+    for name, rows in files.items():
+        Path(f"{name}.jsonl").write_text("".join(f"{each}\n" for each in rows))
+
+    def start(data: str, *options: str) -> Any:
+        words = ["--model", "my_model", "--data", data, "--use_cpu", "True", "--disable_tqdm", "True"]
+        monkeypatch.setattr("sys.argv", ["chat_sft", *words, "--max_seq_len", "256", *options])
+        try:
+            runpy.run_module("streampack_examples.chat_sft", run_name="__main__")
+        except SystemExit as end:
+            return end.code
+        return 0
+
+    assert start("good.jsonl", "--save_steps", "1") == 0
+    assert re.fullmatch(r"error: the state was made with corpus\.files=.*", start("other.jsonl"))
+    new = ["--output_dir", "new"]
+    assert re.fullmatch(
+        r"error: 8 of 8 samples .* too long for max_seq_len=16,.*",
+        start("good.jsonl", *new, "--max_seq_len", "16"),
+    )
+    assert re.fullmatch(
+        r"error: \S*broken\.jsonl:4: not a line of JSON \([^;]*\)", start("broken.jsonl", *new)
+    )
+    capsys.readouterr()
+    assert start("good.jsonl", *new, "--max_len", "16") == 2
+    assert capsys.readouterr().err.endswith("error: unrecognized arguments: --max_len 16\n")
 
 
 def test_inspect_and_chat_sft_take_the_same_words_as_a_config(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,9 +15,9 @@ from streampack.loader.batching import Batching
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.packing.planner import plan_samples
 from streampack.sources import MapSource
+from streampack.sources.source import UnknownSize
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.epoch_rows import tolerant
-from streampack.streaming.estimate import TooLong
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -36,9 +36,7 @@ def require_epochs(packs: IterablePackedDataset, args: TrainingArguments) -> Non
     if not packs.lane_config.source.map_style:
         try:
             packs.estimate()
-        except TooLong:
-            raise
-        except ValueError as error:
+        except UnknownSize as error:
             raise ValueError(
                 f"max_steps is {args.max_steps}, and how many packs this stream makes is known at its end only "
                 f"({error}); set max_steps in TrainingArguments"
