@@ -199,8 +199,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 f"balance_window={balance_window} with images: a resume would decode the images of a window again, and "
                 "one that is gone would change its packs; leave balance_window out"
             )
-        # What the user set, and no state has replaced.
+        # What the user set; it holds where a state leaves it open.
         self._asked_for = {"num_lanes": self.num_lanes, "balance_window": self.balance_window}
+        self._of_state = set[str]()  # which of them the loaded state has
         self.position = Position(epochs or 1)
         self._ranks = 1  # of the process that pickled this for a worker process
         self._shared_logged = False
@@ -312,7 +313,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             ValueError: if a new run has fewer lanes than ranks. A resumed run yields null packs there.
         """
         lanes = self.num_lanes or default_lanes(self.lane_config.source, ranks)
-        if lanes < ranks and "num_lanes" in self._asked_for:
+        if lanes < ranks and "num_lanes" not in self._of_state:
             raise ValueError(
                 f"num_lanes={lanes} gives {ranks - lanes} of {ranks} ranks nothing to read; in a new run, set "
                 f"num_lanes={ranks} or a multiple of every number of ranks that you may resume on, or use fewer ranks"
@@ -434,16 +435,16 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             warn_user(resumed.warning)
         self.lane_config = replace(self.lane_config, earlier=resumed.earlier)
         self._changes.histories = resumed.histories
-        for name in ("num_lanes", "balance_window"):
-            before, asked = getattr(loaded, name), self._asked_for.get(name)
-            if None not in (before, asked) and before != asked:
+        found = {name: getattr(loaded, name) for name in self._asked_for}
+        for name, before in found.items():
+            asked = self._asked_for[name]
+            if None not in (before, asked) and before != asked and name not in self._of_state:
                 warn_user(
                     f"{name}={asked} is not used: the state was made with {name}={before}, which a run keeps; start "
                     "a new run for another number"
                 )
-            if before is not None:
-                self._asked_for = {key: value for key, value in self._asked_for.items() if key != name}
             setattr(self, name, asked if before is None else before)
+        self._of_state = {name for name, before in found.items() if before is not None}
         if loaded.ledger.untrained:
             self.position.first_untrained()  # which the run before has said
         self.position.command(loaded)

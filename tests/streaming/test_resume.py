@@ -211,6 +211,18 @@ def test_a_run_keeps_its_lanes_and_its_window(name: str, ours: int | None) -> No
     assert [content(pack) for pack in after] == [content(pack) for pack in iterator]
 
 
+@pytest.mark.parametrize("name", ["num_lanes", "balance_window"])
+def test_what_a_user_set_outlives_a_state_that_had_its_own(name: str) -> None:
+    """A second state, of a run that has not begun, leaves it open again."""
+    begun = make(MapSource(rows(40))).state_dict()
+    data = make(MapSource(rows(40)), **{name: 3})
+    whole = [content(pack) for pack in data]
+    data.load_state_dict(data.state_dict())
+    data.load_state_dict(begun)
+    assert getattr(data, name) == 3
+    assert [content(pack) for pack in data] == whole
+
+
 def test_a_state_from_before_the_first_pack_leaves_the_number_of_lanes_open() -> None:
     begun = make(MapSource(rows(40))).state_dict()
     assert begun["num_lanes"] is None
