@@ -7,7 +7,7 @@ import logging
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -17,6 +17,8 @@ from streampack.lanes.lane_state import LaneState, Snapshot, saved
 log = logging.getLogger(__name__)
 
 STATE_VERSION = 6
+LANE_VALUES = {each.name for each in fields(LaneState)} | {"of"}
+"""Names of the values that the state of a lane may have."""
 
 
 class Phase(Enum):
@@ -134,6 +136,12 @@ def checked_state(state: Any) -> RunState:
     head = unsealed({name: value for name, value in found.items() if name != "lanes"}, of="the run")
     num_lanes, lanes = head["num_lanes"], _numbered(found.get("lanes"), head["num_lanes"])
     states = {lane: unsealed(each, of=f"lane {lane}") for lane, each in lanes.items()}
+    # Without this, a lane whose values have other names would look as if it had not begun, and begin again.
+    if other := {name for each in states.values() for name in each} - LANE_VALUES:
+        raise ValueError(
+            f"a lane of this state has {min(other)!r}, which this version of streampack does not read; continue with "
+            "the version that wrote it (CHANGELOG.md says which)"
+        )
     # A lane that is missing would begin again, and one of another state repeat or skip rows.
     saved = dict(head["sums"]).items()
     sums = {lane: each["checksum"] for lane, each in lanes.items()}.items()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from streampack import IterablePackedDataset, Mix, PackedDataLoader, __version__
+from streampack.streaming.run_state import sealed, state_of, unsealed
 
 FOLDER = Path(__file__).resolve().parents[1] / "released"
 FILES = sorted(FOLDER.glob("*.json"))
@@ -53,6 +54,20 @@ def test_there_is_a_state_of_this_release() -> None:
     assert [*FILES], "python -m tests.loader.test_released_states writes one"
     minor = __version__.rpartition(".")[0]
     assert any(path.stem.startswith(f"{minor}.") for path in FILES)
+
+
+def test_a_state_whose_lanes_have_other_names_is_refused() -> None:
+    """Such a lane must not look as if it had not begun: it would repeat its epoch."""
+    state = written()["state"]
+    lanes = {}
+    for lane, each in state.pop("lanes").items():
+        values = unsealed(each, of=f"lane {lane}")
+        lanes[lane] = sealed({"stand": values.pop("reader"), **values}, of=f"lane {lane}")
+    head = {name: value for name, value in state.items() if name not in ("version", "sums", "checksum")}
+    with pytest.raises(
+        ValueError, match="a lane of this state has 'stand', which this version of streampack does"
+    ):
+        loader().load_state_dict(state_of(head, lanes))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
