@@ -137,9 +137,9 @@ def checked_state(state: Any) -> RunState:
     num_lanes, lanes = head["num_lanes"], _numbered(found.get("lanes"), head["num_lanes"])
     states = {lane: unsealed(each, of=f"lane {lane}") for lane, each in lanes.items()}
     # Without this, a lane whose values have other names would look as if it had not begun, and begin again.
-    if other := {name for each in states.values() for name in each} - LANE_VALUES:
+    if unknown := {name for each in states.values() for name in each} - LANE_VALUES:
         raise ValueError(
-            f"a lane of this state has {min(other)!r}, which this version of streampack does not read; continue with "
+            f"a lane of this state has {min(unknown)!r}, which this version of streampack does not read; continue with "
             "the version that wrote it (CHANGELOG.md says which)"
         )
     # A lane that is missing would begin again, and one of another state repeat or skip rows.

@@ -58,7 +58,7 @@ def validate(
 def _recipe_of(cfg: RunConfig | None) -> str:
     if cfg is None:
         return "full_finetune"
-    if cfg.loss is not None and cfg.loss.get(COMPONENT) not in CROSS_ENTROPIES:
+    if cfg.loss is not None and cfg.loss.get(COMPONENT, CROSS_ENTROPIES[0]) not in CROSS_ENTROPIES:
         return "dpo"
     return "lora_finetune" if "lora" in str(cfg.model.get(COMPONENT)) else "full_finetune"
 
