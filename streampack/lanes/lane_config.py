@@ -142,11 +142,18 @@ class LaneConfig:
         most = self.max_document_tokens or math.inf
         some = [row for row in rows if _characters(encode, row) <= CHARACTERS_OF_A_TOKEN * most]
         try:
-            made = encode.encode_many(
-                [dict(row.data) if type(row.data) is ArrowRow else row.data for row in some]
+            made = list(
+                encode.encode_many(
+                    [dict(row.data) if type(row.data) is ArrowRow else row.data for row in some]
+                )
             )
         except Exception:
             return list(rows)
+        if len(made) != len(some):
+            raise ValueError(
+                f"{type(encode).__name__}.encode_many returned {len(made)} samples for {len(some)} rows; return one "
+                "for each row, or its exception"
+            )
         found = dict(zip(map(id, some), made, strict=True))
         return [row._replace(made=found.get(id(row))) for row in rows]
 

@@ -159,6 +159,13 @@ def test_a_batch_that_fails_is_encoded_row_by_row(tmp_path: Path) -> None:
     assert run(source, Letters(8, fails=True), **settings) == run(source, Letters(1), **settings)
 
 
+def test_a_batch_must_have_a_sample_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Letters, "encode_many", lambda self, rows: Encoder.encode_many(self, rows)[1:])
+    message = "Letters.encode_many returned 7 samples for 8 rows; return one for each row, or its exception"
+    with pytest.raises(ValueError, match=message):
+        run(MapSource([{"text": "abc"}] * 20), Letters(8), num_lanes=1)
+
+
 def test_rows_of_an_iterable_are_encoded_one_by_one() -> None:
     encoder = Letters(8)
     run(IterableSource([{"text": "abc"}] * 20), encoder)
