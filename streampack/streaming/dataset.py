@@ -416,18 +416,18 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
     def _checked(self, state: Mapping[str, Any], *, names: Collection[str] | None = None) -> Resumed:
         checked = checked_state(state)
+        config, identity = self.lane_config, self._identity
         if self._auto_shuffle:  # a run keeps its window, also where files were added since
-            self.lane_config = replace(
-                self.lane_config, shuffle_window=state["identity"]["shuffle"] or SHUFFLE_WINDOW
-            )
-            self._identity = RunIdentity(self.lane_config)
-        resumed = self._changes.resume(state, checked, self.lane_config)
-        self._identity.require(state["identity"], names=names, changed=resumed.changed)
+            config = replace(config, shuffle_window=state["identity"]["shuffle"] or SHUFFLE_WINDOW)
+            identity = RunIdentity(config)
+        resumed = self._changes.resume(state, checked, config)
+        identity.require(state["identity"], names=names, changed=resumed.changed)
         if resumed.loaded.partial and get_worker_info() is None:
             raise ValueError(
                 "the state is of one worker process, and the lanes of the others would begin their epoch again; give "
                 "the merged states of all workers: one of them, with the lanes of all in its lanes"
             )
+        self.lane_config, self._identity = config, identity
         return resumed
 
     def _resume(self, loaded: RunState, resumed: Resumed) -> None:

@@ -118,3 +118,22 @@ def test_a_resume_keeps_the_window_that_auto_chose(tmp_path: Path, monkeypatch: 
     resumed.load_state_dict(state)
     assert resumed.lane_config.shuffle_window == 16
     assert [pack["tokens"].tolist() for pack in resumed] == rest
+
+
+def test_a_refused_state_leaves_the_window_as_it_was(tmp_path: Path) -> None:
+    """An automatic window becomes that of a state only if the state is of this corpus."""
+    lines = [json.dumps({"input_ids": [number] * 9}) + "\n" for number in range(6000)]
+    for number in range(30):
+        (tmp_path / f"{number}.jsonl").write_text("".join(lines[number::30]))
+
+    def dataset(*numbers: int) -> IterablePackedDataset:
+        files = [tmp_path / f"{number}.jsonl" for number in numbers]
+        return IterablePackedDataset(JSONLSource(files), max_seq_len=64, shuffle="auto", num_lanes=1)
+
+    other, data = dataset(0), dataset(*range(30))
+    next(iter(other))
+    window = data.lane_config.shuffle_window
+    assert window > other.lane_config.shuffle_window
+    with pytest.raises(ValueError, match="the state was made with"):
+        data.load_state_dict(other.state_dict())
+    assert data.lane_config.shuffle_window == window
