@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from streampack import IGNORE_INDEX, Mix
-from streampack.sources.indexed import INDEX
-from streampack.sources.token_shards import FORMAT, VERSION, ShardWriter
+from streampack.sources.formats.token_shards import FORMAT, VERSION, ShardWriter
+from streampack.sources.mechanics.indexed import INDEX
 from streampack.storage.folders import Folder
 from stress.corpus import (
     SOURCES,

@@ -26,7 +26,7 @@ from benchmarks.lengths import lengths
 from streampack import IterablePackedDataset, JSONLSource, PackedDataLoader, TextEncoder
 
 # private: how files are cut into lanes has no public name
-from streampack.sources.files import divide
+from streampack.sources.mechanics.files import divide
 
 Result = TypeVar("Result")
 SHARD_BYTES = 250_000_000

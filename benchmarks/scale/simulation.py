@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from streampack.sources.formats.lines import LEAST_PART
+
 # private: how files are cut into lanes has no public name
-from streampack.sources.files import divide
-from streampack.sources.lines import LEAST_PART
+from streampack.sources.mechanics.files import divide
 
 Ints = npt.NDArray[np.int64]
 

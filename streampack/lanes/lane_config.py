@@ -17,9 +17,9 @@ from streampack.packing.groups import Group, cut_group, require_whole_groups
 from streampack.packing.media import MediaSample, has_room, require_room
 from streampack.packing.samples import check_ids, sample_from_row, with_eos_of
 from streampack.packing.settings import Packing
-from streampack.sources.arrow_rows import ArrowRow
 from streampack.sources.bad_records import Quarantine, require_sound
-from streampack.sources.files import FileSource
+from streampack.sources.mechanics.arrow_rows import ArrowRow
+from streampack.sources.mechanics.files import FileSource
 from streampack.sources.mixture import Mix
 from streampack.sources.reading import BadRecord, Division, Reader, Reading
 from streampack.sources.source import Source

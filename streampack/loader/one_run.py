@@ -8,8 +8,8 @@ from typing import Any
 
 from streampack.distributed.rank_sync import RankSync
 from streampack.fingerprint import digest
-from streampack.sources.corpus_identity import first_difference
-from streampack.sources.files import file_sources
+from streampack.sources.mechanics.corpus_identity import first_difference
+from streampack.sources.mechanics.files import file_sources
 from streampack.sources.source import Source
 from streampack.streaming.dataset import IterablePackedDataset
 

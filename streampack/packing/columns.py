@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streampack.sources.arrow_rows import column_of
+from streampack.sources.mechanics.arrow_rows import column_of
 from streampack.types import INT32, INT64, IntArray
 
 UINT32 = np.dtype(np.uint32)

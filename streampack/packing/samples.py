@@ -20,7 +20,7 @@ from streampack.packing.columns import (
 from streampack.packing.groups import Group
 from streampack.packing.media import MediaSample
 from streampack.packing.shapes import BY_KEY, QUESTION, SHAPES, TOKENS
-from streampack.sources.arrow_rows import ArrowRow, column_of
+from streampack.sources.mechanics.arrow_rows import ArrowRow, column_of
 from streampack.types import IGNORE_INDEX, INT32, INT64, IntArray, Sample
 from streampack.validation import vocabulary_text
 

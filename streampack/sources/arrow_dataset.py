@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy.typing as npt
 
-from streampack.sources.arrow_rows import ArrowBatch, cleaned, cleans_of, holds_ids
-from streampack.sources.row_groups import BATCH_ROWS
+from streampack.sources.formats.row_groups import BATCH_ROWS
+from streampack.sources.mechanics.arrow_rows import ArrowBatch, cleaned, cleans_of, holds_ids
 
 KEPT_BATCHES = 1024  # each takes some 2 kB
 PLAIN_FEATURES = frozenset({"Value", "ClassLabel", "List", "LargeList"})

@@ -12,18 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from streampack.sources.arrow_files import ARROW, ArrowSource
-from streampack.sources.arrow_rows import clean_unknown
+from streampack.sources.formats.arrow_files import ARROW, ArrowSource
+from streampack.sources.formats.jsonl import JSON, JSON_LINES, JSONLSource
+from streampack.sources.formats.mds import MDSSource
+from streampack.sources.formats.parquet import PARQUET, ParquetSource
+from streampack.sources.formats.text import TEXT, TextSource
+from streampack.sources.formats.token_shards import FORMAT, TokenShardSource
+from streampack.sources.formats.webdataset import TAR, WebDatasetSource
 from streampack.sources.hugging_face import HFSource
-from streampack.sources.indexed import INDEX, read_index
-from streampack.sources.jsonl import JSON, JSON_LINES, JSONLSource
-from streampack.sources.mds import MDSSource
+from streampack.sources.mechanics.arrow_rows import clean_unknown
+from streampack.sources.mechanics.indexed import INDEX, read_index
 from streampack.sources.memory import Columns, IterableSource, MapSource
-from streampack.sources.parquet import PARQUET, ParquetSource
 from streampack.sources.source import Source
-from streampack.sources.text import TEXT, TextSource
-from streampack.sources.token_shards import FORMAT, TokenShardSource
-from streampack.sources.webdataset import TAR, WebDatasetSource
 from streampack.storage.base import path_in, redact
 from streampack.storage.listing import names_in, storage_of
 from streampack.storage.names import Place

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from streampack.sources.files import file_sources
+from streampack.sources.mechanics.files import file_sources
 from streampack.sources.source import Source
 from streampack.storage.base import redact, summarize
 from streampack.types import RowId

@@ -12,8 +12,8 @@ import numpy as np
 from typing_extensions import override
 
 from streampack.fingerprint import plain
-from streampack.sources.arrow_rows import column_of
 from streampack.sources.examples import Example, marks
+from streampack.sources.mechanics.arrow_rows import column_of
 from streampack.sources.mixture import Mix
 from streampack.sources.reading import BadRecord, Reader, Reading
 from streampack.sources.source import Source

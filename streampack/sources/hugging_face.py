@@ -11,13 +11,13 @@ from typing import Any
 
 from streampack.fingerprint import digest
 from streampack.sources.arrow_dataset import has_plain_ids, types_of
-from streampack.sources.arrow_rows import ArrowBatch, clean_unknown, cleaned, cleans_of
 from streampack.sources.examples import EXAMPLES, Example, leading, leading_marks, marks
+from streampack.sources.formats.row_groups import BATCH_BYTES, BATCH_ROWS
+from streampack.sources.mechanics.arrow_rows import ArrowBatch, clean_unknown, cleaned, cleans_of
+from streampack.sources.mechanics.parts import Part, Record, assign, for_lanes, shared_parts
+from streampack.sources.mechanics.parts_reader import PartsReader
 from streampack.sources.memory import MapSource
-from streampack.sources.parts import Part, Record, assign, for_lanes, shared_parts
-from streampack.sources.parts_reader import PartsReader
 from streampack.sources.reading import Reader, Reading, picked
-from streampack.sources.row_groups import BATCH_BYTES, BATCH_ROWS
 from streampack.sources.source import Source
 from streampack.sources.wrapped import WrappedSource
 from streampack.types import RowId

@@ -12,9 +12,9 @@ import numpy as np
 from typing_extensions import override
 
 from streampack.fingerprint import digest
-from streampack.sources.arrow_rows import Clean
 from streampack.sources.examples import EXAMPLES, UNKNOWN, Example, example, leading, leading_marks, marks
-from streampack.sources.parts import Part, shared_parts
+from streampack.sources.mechanics.arrow_rows import Clean
+from streampack.sources.mechanics.parts import Part, shared_parts
 from streampack.sources.reading import BadRecord, Reader, Reading, own_row, permutation, reason_of, spread
 from streampack.sources.source import Source
 from streampack.sources.torchtune_rows import null_safe

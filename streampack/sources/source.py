@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from streampack.sources.examples import EXAMPLES, Example, first_rows
-from streampack.sources.parts import Part, Record
-from streampack.sources.parts_reader import PartsReader
+from streampack.sources.mechanics.parts import Part, Record
+from streampack.sources.mechanics.parts_reader import PartsReader
 from streampack.sources.reading import Reader, Reading, own_row, picked
 from streampack.types import Cursor, RowId
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from streampack.accounting import SourceStats
 from streampack.lanes.lane_config import LaneConfig
 from streampack.lanes.lane_state import LaneState, Snapshot
-from streampack.sources.corpus_lists import CorpusList, changes, moves, some
-from streampack.sources.files import FileSource, file_sources
+from streampack.sources.mechanics.corpus_lists import CorpusList, changes, moves, some
+from streampack.sources.mechanics.files import FileSource, file_sources
 from streampack.sources.mixture_reader import remapped
 from streampack.sources.reading import Division
 from streampack.sources.source import Source

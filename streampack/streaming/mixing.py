@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from streampack.lanes.lane_config import LaneConfig
-from streampack.sources.files import FileSource
+from streampack.sources.mechanics.files import FileSource
 from streampack.sources.reading import permutation
 from streampack.sources.source import Source
 

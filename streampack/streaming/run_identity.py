@@ -12,8 +12,8 @@ from streampack.lanes.lane_config import Encode, LaneConfig, encoder_beside, is_
 from streampack.packing.encoders import TokensEncoder
 from streampack.packing.groups import Group
 from streampack.packing.media import MediaSample
-from streampack.sources.corpus_identity import difference, plain_identity
 from streampack.sources.examples import EXAMPLES, UNKNOWN, Example, mark, marks
+from streampack.sources.mechanics.corpus_identity import difference, plain_identity
 from streampack.sources.source import Source
 from streampack.validation import warn_user
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from streampack.lanes.lane_config import LaneConfig
-from streampack.sources.corpus_identity import first_difference
+from streampack.sources.formats.token_shards import Shard, ShardWriter, read_header, shard_of
+from streampack.sources.mechanics.corpus_identity import first_difference
 from streampack.sources.reading import BadRecord
-from streampack.sources.token_shards import Shard, ShardWriter, read_header, shard_of
 from streampack.storage.folders import Folder
 from streampack.types import IGNORE_INDEX, Cursor, Row, Sample
 

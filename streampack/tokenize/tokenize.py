@@ -20,10 +20,10 @@ from streampack.packing.encoders.shaped import SHAPE_KEYS, with_encoders
 from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import BAD_RECORDS_FOLDER, SkipBad, quarantine_for
-from streampack.sources.corpus_identity import fingerprint_of
-from streampack.sources.indexed import INDEX
+from streampack.sources.formats.token_shards import DTYPES, FORMAT, VERSION
+from streampack.sources.mechanics.corpus_identity import fingerprint_of
+from streampack.sources.mechanics.indexed import INDEX
 from streampack.sources.source import shared_by_lanes
-from streampack.sources.token_shards import DTYPES, FORMAT, VERSION
 from streampack.storage.base import map_in_threads
 from streampack.storage.folders import Folder, folder_at, write_file
 from streampack.storage.remote import scheme_of

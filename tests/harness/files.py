@@ -235,8 +235,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch, *, block: int | None = None) -
 
 # private: nobody sets these sizes, and a corpus as large as they are would take minutes
 SMALL = {
-    "row_groups": {"BATCH_ROWS": 3, "KEPT_GROUPS": 2},
-    "flat_tokens": {"FlatTokensSource.least": 1, "CHUNK": 22, "ONE_DOCUMENT": 512},
+    "formats.row_groups": {"BATCH_ROWS": 3, "KEPT_GROUPS": 2},
+    "formats.flat_tokens": {"FlatTokensSource.least": 1, "CHUNK": 22, "ONE_DOCUMENT": 512},
     "hugging_face": {"BATCH_ROWS": 4},
     "arrow_dataset": {"BATCH_ROWS": 4, "KEPT_BATCHES": 3},
 }

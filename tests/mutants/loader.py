@@ -10,7 +10,7 @@ from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.distributed.rank_sync import RankSync
 from streampack.loader import batching, one_run, workers
 from streampack.packing import assemble, batch
-from streampack.sources.files import file_sources
+from streampack.sources.mechanics.files import file_sources
 from tests.mutants.registry import mutant, replace, replaces
 
 

@@ -24,11 +24,11 @@ from streampack import (
     TokenShardSource,
 )
 from streampack.accounting import trained_tokens
-from streampack.sources.arrow_rows import cleans_of
 from streampack.sources.bad_records import Quarantine
-from streampack.sources.files import FileSource, divide
+from streampack.sources.mechanics.arrow_rows import cleans_of
+from streampack.sources.mechanics.files import FileSource, divide
+from streampack.sources.mechanics.prefetcher import Prefetcher
 from streampack.sources.mixture_reader import pass_number
-from streampack.sources.prefetcher import Prefetcher
 from streampack.sources.reading import BadRecord, own_row
 from streampack.types import Sample
 from tests.mutants.registry import replaces

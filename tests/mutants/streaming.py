@@ -18,7 +18,7 @@ from streampack.lanes.lane_state import LaneState
 from streampack.lanes.round_robin import round_robin
 from streampack.packing.planner import Planner
 from streampack.sources import memory
-from streampack.sources.parts_reader import PartsReader
+from streampack.sources.mechanics.parts_reader import PartsReader
 from streampack.sources.reading import permutation
 from streampack.streaming.position import Position
 from streampack.streaming.run_identity import RunIdentity

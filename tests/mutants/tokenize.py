@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from streampack.sources.as_source import as_source
-from streampack.sources.token_shards import ShardWriter
+from streampack.sources.formats.token_shards import ShardWriter
 from streampack.tokenize.tokenize import tokenize
 from tests.mutants.registry import replaces
 

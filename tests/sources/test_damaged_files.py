@@ -519,7 +519,7 @@ def test_a_shard_that_decompresses_to_more_than_is_read(
     entry["raw_data"] = {**entry["raw_data"], "bytes": says}
     (tmp_path / "index.json").write_text(json.dumps(found))
     # private: no index may allow more than this, 1 GiB, which would take seconds to pack
-    monkeypatch.setattr("streampack.sources.mds.MAX_CONTENT_BYTES", 2 << 20)
+    monkeypatch.setattr("streampack.sources.formats.mds.MAX_CONTENT_BYTES", 2 << 20)
     reader = MDSSource(tmp_path).read(Reading())
     tracemalloc.start()
     try:

@@ -56,8 +56,8 @@ def test_every_record_exactly_once_on_any_lanes(
     content = mark + json.dumps(rows, indent=indent, ensure_ascii=ascii_only).encode()
     (path := tmp_path / "rows.json").write_bytes(content)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("streampack.sources.json_array.READ_BYTES", sizes[0])
-        patch.setattr("streampack.sources.lines.LEAST_PART", sizes[1])
+        patch.setattr("streampack.sources.formats.json_array.READ_BYTES", sizes[0])
+        patch.setattr("streampack.sources.formats.lines.LEAST_PART", sizes[1])
         source = JSONLSource(path)
         assert read_all(source) == rows, "one lane, unshuffled: in order"
         found = [
@@ -124,7 +124,7 @@ def test_only_what_is_wrong_is_a_bad_record(
     text, rows, reasons = BAD[case]
     data = text.encode(errors="surrogateescape")
     (path := tmp_path / f"a.json{suffix}").write_bytes(gzip.compress(data, mtime=0) if suffix else data)
-    monkeypatch.setattr("streampack.sources.lines.LEAST_PART", 20)
+    monkeypatch.setattr("streampack.sources.formats.lines.LEAST_PART", 20)
     source = JSONLSource(path, max_line_bytes=500)
 
     def read(lane: int, lanes: int, start: Any = None) -> tuple[list[Any], list[Any]]:

@@ -272,7 +272,7 @@ def test_each_flat_document_is_in_one_lane_wherever_files_are_cut(
     source = FlatTokensSource(path, dtype="uint16", **RULES[rule])
     with pytest.MonkeyPatch.context() as patch:
         small_pieces(patch)
-        patch.setattr("streampack.sources.flat_tokens.CHUNK", chunk)  # private: see `small_pieces`
+        patch.setattr("streampack.sources.formats.flat_tokens.CHUNK", chunk)  # private: see `small_pieces`
         found: list[list[int]] = []
         for lane in range(num_lanes):
             rows, cursors = read_with_cursors(source.read(Reading(lane, num_lanes=num_lanes)))

@@ -14,7 +14,7 @@ from streampack.packing.encoders.conversation import json_messages, parts_of, re
 from streampack.packing.encoders.steps import Steps, Text, attempt, run, run_together
 from streampack.packing.encoders.tokenizer import HFTokenizer, tokenize
 from streampack.packing.samples import columns_of, missing_column, sample_from_pair, sample_from_row
-from streampack.sources.arrow_rows import ArrowBatch, CheckedIds
+from streampack.sources.mechanics.arrow_rows import ArrowBatch, CheckedIds
 from streampack.types import Sample
 from streampack.validation import require_token_id
 

@@ -16,10 +16,10 @@ import numpy as np
 from typing_extensions import override
 
 from streampack.sources.examples import EXAMPLES, Example, example
-from streampack.sources.files import FileSource, divide, divide_scanned
-from streampack.sources.lines import torn
-from streampack.sources.other_kinds import by_content
-from streampack.sources.parts import Damage, Part, Record
+from streampack.sources.formats.lines import torn
+from streampack.sources.mechanics.files import FileSource, divide, divide_scanned
+from streampack.sources.mechanics.other_kinds import by_content
+from streampack.sources.mechanics.parts import Damage, Part, Record
 from streampack.sources.reading import spread
 from streampack.storage.base import ParallelMap, path_in
 from streampack.storage.compression import COMPRESSED, DAMAGED, content

@@ -9,10 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from streampack.sources.examples import EXAMPLES, Example
-from streampack.sources.files import PARTS_PER_LANE, WHOLE_FILE_PARTS, FileSource
-from streampack.sources.parts import Damage, Part, Record, assign, for_lanes
-from streampack.sources.reading import spread
-from streampack.sources.row_groups import (
+from streampack.sources.formats.row_groups import (
     Footers,
     group_of,
     records_of,
@@ -20,6 +17,9 @@ from streampack.sources.row_groups import (
     row_groups,
     starts_of,
 )
+from streampack.sources.mechanics.files import PARTS_PER_LANE, WHOLE_FILE_PARTS, FileSource
+from streampack.sources.mechanics.parts import Damage, Part, Record, assign, for_lanes
+from streampack.sources.reading import spread
 from streampack.storage.base import ParallelMap
 from streampack.storage.listing import Name, find_files
 from streampack.storage.ranges import Fetcher

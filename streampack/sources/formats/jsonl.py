@@ -10,10 +10,10 @@ from typing import Any
 
 from typing_extensions import override
 
-from streampack.sources.json_array import array_records, starts_after
-from streampack.sources.lines import BYTE_ORDER_MARK, LONGEST_LINE, LOOKED_AT, LineSource, torn
-from streampack.sources.other_kinds import like_row, one_object, other_kind, way_out
-from streampack.sources.parts import Damage, Part, Record
+from streampack.sources.formats.json_array import array_records, starts_after
+from streampack.sources.formats.lines import BYTE_ORDER_MARK, LONGEST_LINE, LOOKED_AT, LineSource, torn
+from streampack.sources.mechanics.other_kinds import like_row, one_object, other_kind, way_out
+from streampack.sources.mechanics.parts import Damage, Part, Record
 from streampack.storage.base import path_in
 from streampack.storage.compression import COMPRESSED, DAMAGED, content
 from streampack.storage.listing import Name

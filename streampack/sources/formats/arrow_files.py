@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from typing_extensions import override
 
-from streampack.sources.arrow_rows import ArrowBatch
 from streampack.sources.examples import EXAMPLES, Example
-from streampack.sources.files import FileSource, divide, places
-from streampack.sources.other_kinds import by_content
-from streampack.sources.parts import Damage, Part, Record
-from streampack.sources.row_groups import BATCH_ROWS, require_pyarrow
+from streampack.sources.formats.row_groups import BATCH_ROWS, require_pyarrow
+from streampack.sources.mechanics.arrow_rows import ArrowBatch
+from streampack.sources.mechanics.files import FileSource, divide, places
+from streampack.sources.mechanics.other_kinds import by_content
+from streampack.sources.mechanics.parts import Damage, Part, Record
 from streampack.storage.base import ParallelMap, resized
 from streampack.storage.listing import Name, find_files
 from streampack.storage.ranges import Fetcher, RangeStream

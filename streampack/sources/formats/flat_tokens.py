@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from streampack.sources.documents import DocumentSource, Layout, Stored, mapped
 from streampack.sources.examples import EXAMPLES, Example, example
-from streampack.sources.files import places
-from streampack.sources.other_kinds import by_content
-from streampack.sources.parts import Damage, Part, Record
+from streampack.sources.formats.documents import DocumentSource, Layout, Stored, mapped
+from streampack.sources.mechanics.files import places
+from streampack.sources.mechanics.other_kinds import by_content
+from streampack.sources.mechanics.parts import Damage, Part, Record
 from streampack.storage.base import File, map_in_threads
 from streampack.storage.corpus import Corpus, look_at_each
 from streampack.storage.listing import Name, find_files

@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from streampack.sources.documents import (
+from streampack.sources.formats.documents import (
     Checksums,
     DocumentSource,
     Layout,
@@ -42,8 +42,8 @@ from streampack.sources.documents import (
     Read,
     checksum,
 )
-from streampack.sources.indexed import read_indexes
-from streampack.sources.parts import Damage, Part
+from streampack.sources.mechanics.indexed import read_indexes
+from streampack.sources.mechanics.parts import Damage, Part
 from streampack.storage.base import File
 from streampack.storage.folders import Folder
 from streampack.storage.listing import Name

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from streampack.sources.documents import DocumentSource, Layout, Mask, Offsets, Read
-from streampack.sources.parts import Part
+from streampack.sources.formats.documents import DocumentSource, Layout, Mask, Offsets, Read
+from streampack.sources.mechanics.parts import Part
 from streampack.storage.base import File
 from streampack.storage.corpus import Corpus, companion, look_at_each
 from streampack.storage.listing import Name, find_files

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streampack.sources.corpus_lists import CorpusList, Entry
 from streampack.sources.examples import Example, example
-from streampack.sources.parts import Damage, Part, Record, assign, for_lanes, shared_parts
-from streampack.sources.parts_reader import PartsReader
+from streampack.sources.mechanics.corpus_lists import CorpusList, Entry
+from streampack.sources.mechanics.parts import Damage, Part, Record, assign, for_lanes, shared_parts
+from streampack.sources.mechanics.parts_reader import PartsReader
 from streampack.sources.reading import Reader, Reading, spread
 from streampack.sources.source import Source
 from streampack.storage.base import ParallelMap, Problem, gone, map_in_threads

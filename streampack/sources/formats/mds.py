@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from typing_extensions import override
 
-from streampack.sources.documents import Layout, NumberedRecords, Offsets, Read
 from streampack.sources.examples import EXAMPLES, Example
-from streampack.sources.files import FileSource
-from streampack.sources.indexed import read_indexes
-from streampack.sources.parts import Damage, Part, Record
+from streampack.sources.formats.documents import Layout, NumberedRecords, Offsets, Read
+from streampack.sources.mechanics.files import FileSource
+from streampack.sources.mechanics.indexed import read_indexes
+from streampack.sources.mechanics.parts import Damage, Part, Record
 from streampack.storage.base import File
 from streampack.storage.compression import DAMAGED, content
 from streampack.storage.listing import Name

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
-from streampack.sources.parts import REMOVED_FILE, OpenPart, Part, Record
+from streampack.sources.mechanics.parts import REMOVED_FILE, OpenPart, Part, Record
 from streampack.storage.ranges import Fetcher
 
 RECORDS = 64  # that are read at a time, and of a lane that shuffles, at most

@@ -7,9 +7,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from streampack.sources.lines import BYTE_ORDER_MARK, LONGEST_LINE, LineSource, torn
-from streampack.sources.other_kinds import by_content
-from streampack.sources.parts import Damage, Part, Record, assign
+from streampack.sources.formats.lines import BYTE_ORDER_MARK, LONGEST_LINE, LineSource, torn
+from streampack.sources.mechanics.other_kinds import by_content
+from streampack.sources.mechanics.parts import Damage, Part, Record, assign
 from streampack.storage.base import EMPTY, ParallelMap, path_in
 from streampack.storage.compression import COMPRESSED, DAMAGED, content
 from streampack.storage.listing import Name

@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from streampack.sources.parts import (
+from streampack.sources.mechanics.parts import (
     REMOVED_FILE,
     Damage,
     DamageOf,
@@ -19,7 +19,7 @@ from streampack.sources.parts import (
     Record,
     strided,
 )
-from streampack.sources.prefetcher import Prefetcher
+from streampack.sources.mechanics.prefetcher import Prefetcher
 from streampack.sources.reading import OTHER_RECORDS, BadRecord, Reader, Reading, permutation
 from streampack.storage.ranges import Fetcher
 from streampack.types import Cursor, Row, RowId

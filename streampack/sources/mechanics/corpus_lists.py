@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from streampack.sources.parts import REMOVED_FILE, Part
+from streampack.sources.mechanics.parts import REMOVED_FILE, Part
 from streampack.storage.folders import write_whole
 
 SHOWN = 3  # names of files in a message

@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from streampack.sources.documents import DocumentSource, Layout, Offsets, Read
-from streampack.sources.parts import Damage, Part
+from streampack.sources.formats.documents import DocumentSource, Layout, Offsets, Read
+from streampack.sources.mechanics.parts import Damage, Part
 from streampack.storage.base import File, with_path
 from streampack.storage.corpus import Corpus, companion, look_at_each
 from streampack.storage.listing import MAGIC, Name, find_files

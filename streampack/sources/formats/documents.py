@@ -20,9 +20,9 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from streampack.sources.examples import EXAMPLES, Example
-from streampack.sources.files import FileSource, divide, places
-from streampack.sources.indexed import cut_off
-from streampack.sources.parts import Damage, Part, Record
+from streampack.sources.mechanics.files import FileSource, divide, places
+from streampack.sources.mechanics.indexed import cut_off
+from streampack.sources.mechanics.parts import Damage, Part, Record
 from streampack.storage.base import File, ParallelMap, Resized, resized
 from streampack.storage.corpus import Corpus
 from streampack.storage.names import Files

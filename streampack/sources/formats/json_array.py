@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from streampack.sources.parts import Damage, Record
+from streampack.sources.mechanics.parts import Damage, Record
 
 QUOTE, BACKSLASH = b'"\\'
 SPECIAL = bytes(int(byte in b'"\\[]{}') for byte in range(256))  # a table of `bytes.translate`

@@ -12,8 +12,8 @@ import numpy as np
 from typing_extensions import override
 
 from streampack.sources.examples import EXAMPLES, Example, example
-from streampack.sources.files import FileSource, divide_scanned, places
-from streampack.sources.parts import Damage, Part, Record
+from streampack.sources.mechanics.files import FileSource, divide_scanned, places
+from streampack.sources.mechanics.parts import Damage, Part, Record
 from streampack.sources.reading import spread
 from streampack.storage.base import EMPTY, ParallelMap, map_in_threads, path_in
 from streampack.storage.compression import BUFFER_BYTES, DAMAGED, content

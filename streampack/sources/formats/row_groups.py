@@ -10,8 +10,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from streampack.sources.arrow_rows import ArrowBatch
-from streampack.sources.parts import Damage, Part, Record
+from streampack.sources.mechanics.arrow_rows import ArrowBatch
+from streampack.sources.mechanics.parts import Damage, Part, Record
 from streampack.storage.base import File
 from streampack.storage.names import Files
 from streampack.storage.prefetch import FirstCall
