@@ -211,15 +211,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no state": (
         lambda: PackedDataLoader(packs(ROWS)).load_state_dict({}),
-        "this dict is no state of an IterablePackedDataset (format 6); give what loader.state_dict() returned",
+        "this dict is no state of an IterablePackedDataset (format 7); give what loader.state_dict() returned",
     ),
     "a tensor for a format": (
         lambda: PackedDataLoader(packs(ROWS)).load_state_dict({"version": torch.zeros(2), "lanes": {}}),
-        "this dict is no state of an IterablePackedDataset (format 6); give what loader.state_dict() returned",
+        "this dict is no state of an IterablePackedDataset (format 7); give what loader.state_dict() returned",
     ),
     "a state of another release": (
         lambda: PackedDataLoader(packs(ROWS)).load_state_dict({"version": 4, "lanes": {}}),
-        "this state has format 4, of another release of streampack; this one reads format 6: continue with the release",
+        "this state has format 4, of another release of streampack; this one reads format 7: continue with the release",
     ),
     "other data": (
         lambda: resumed(rows=11),

@@ -16,7 +16,7 @@ from streampack.lanes.lane_state import LaneState, Snapshot, saved
 
 log = logging.getLogger(__name__)
 
-STATE_VERSION = 6
+STATE_VERSION = 7
 LANE_VALUES = {each.name for each in fields(LaneState)} | {"of"}
 """Names of the values that the state of a lane may have."""
 
