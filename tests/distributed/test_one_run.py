@@ -27,7 +27,7 @@ from streampack import (
     Source,
     TokenShardSource,
 )
-from streampack.sources import row_groups  # private: whose reads of footers are counted
+from streampack.sources.formats import row_groups  # private: whose reads of footers are counted
 from streampack.storage.base import (  # private: whose reads of the ends of files are counted
     File,
     LocalStorage,
