@@ -255,5 +255,5 @@ def of_pairs(folder: Path) -> Any:
     torch.save(llama3(**model).state_dict(), Path(config.checkpointer.checkpoint_dir) / "model.bin")
     config.model.update(model)
     config.data.max_seq_len, config.data.num_lanes = 256, 1
-    config.max_steps, config.validation = 2, None
+    config.max_steps, config.validation, config.run_val_every_n_steps = 2, None, None
     return config
