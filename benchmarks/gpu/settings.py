@@ -1,4 +1,4 @@
-"""What `make gpu` runs, in order of worth. Needs no torch."""
+"""Rows of the table that `make gpu` writes, most valuable first. Needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a fragment of a pack back to its row."""
+"""Find the row that a fragment of a pack was made from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What values of a config cannot be, each by itself or beside others: tables of conditions and sentences."""
+"""Conditions that the values of a config must meet, each with the sentence that reports a violation."""
 
 from __future__ import annotations
 

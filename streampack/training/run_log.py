@@ -1,4 +1,4 @@
-"""What a run counts and says: the meters of its steps, logger, page, profiler and bar."""
+"""Outputs of a run: meters of its steps, logger, page, profiler and progress bar."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ READS = {"full": 3 + 1 + 6, "lora": 3, "dpo": 3 + 1, "pretrain": 3}
 
 
 def train(name: str, folder: Path, there: bool) -> list[Any]:
-    """Train three steps by a recipe, of which the last is logged; return the copies, with marks where steps begin."""
+    """Train three steps by a recipe and log the last; return the copies, with marks where steps begin."""
     make, changes = CHANGES[name]
     config = make(folder, **SETTINGS | changes)
     config.log_every_n_steps = 3
@@ -116,7 +116,7 @@ def step_of(family: str, attention: str, make: Callable[[], Any]) -> list[Copy]:
     given, device = make(), stand_in_device.set_up()
     model: Any = hf_models.build(family)
     inputs = prepare_model_for_packing(model, attention=attention)
-    assert inputs(batch())  # a model of which nothing is known is tried
+    assert inputs(batch())  # an unknown model is tried
     stand_in_device.moved(model).train()
     with stand_in_device.noted() as copies, pytest.MonkeyPatch.context() as patch:
         patch.setattr(varlen, "_attend_sequences", stand_in_device.kernel)

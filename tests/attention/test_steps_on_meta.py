@@ -90,7 +90,7 @@ def trained(family: str, attention: str, batches: list[Any]) -> None:
     """Train a step of a transformers model on batches of the meta device."""
     model: Any = hf_models.build(family, torch.bfloat16)
     inputs = prepare_model_for_packing(model, attention=attention)
-    assert inputs(batch())  # a model of which nothing is known is tried
+    assert inputs(batch())  # an unknown model is tried
     model.to(META).train()
 
     def losses() -> Iterator[torch.Tensor]:

@@ -1,1 +1,1 @@
-"""What all formats share: files, parts, lanes, prefetching, and corpora whose files change."""
+"""Code that all file formats share: files, parts, lanes, prefetching, and corpora that gain and lose files."""
